@@ -15,7 +15,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.sentinel-setup
 TRAINERS := $(VENV)/.sentinel-trainers
 DOCS := $(VENV)/.sentinel-docs
-SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 2 --dist worksteal
+# One worker more than cores: a third of what the tests take is waiting for processes.
+SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 3 --dist worksteal
+
+# Some hundred processes start in the tests: none of them compiles Sentinel anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test quick test-long test-all trainers docs lint types setup check clean
 
@@ -26,7 +30,7 @@ test: $(STAMP)
 	$(SUITE) -m "not long" $(PYTEST_FLAGS)
 
 quick: $(STAMP)
-	$(SUITE) -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect --ignore tests/native \
+	$(SUITE) -n 2 -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect --ignore tests/native \
 		--hypothesis-profile quick $(PYTEST_FLAGS)
 
 # What `make test` leaves out, and properties on more examples than it draws.

@@ -31,14 +31,14 @@ import yaml
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
-from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.tokens import Tokens
-from sentinel.daemon.inquiry import ServedConsole
 from sentinel.daemon.outboxes import Outboxes
+from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.serving import ServedRun
 from sentinel.decision import Tick
 from sentinel.errors import SentinelError
-from sentinel.explain.story import story_of, tell
+from sentinel.explain.story import render, story_of
 from sentinel.explain.topk import topk
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.liveness import LivenessTracker
@@ -95,7 +95,7 @@ def frames(seed: int, home: Path) -> int:
 
     while records := follower.poll():
         assembler.take(records, 0.0)
-        tracker.hear(records)
+        tracker.receive(records)
         tracker.look(0.1, follower.behind, is_caught_up=True)
         tracker.facts(assembler.attempts.newest, assembler.attempts.attempt_of)
         for one in assembler.close(0.0, follower.behind):
@@ -211,10 +211,10 @@ def http(seed: int, home: Path) -> int:
 
     rng, forger = random.Random(seed), Forger(seed)
     with _served(home) as run:
-        console = ServedConsole(_PACKS, _notifier(), lambda: None)
-        console.publish([run], {}, is_caught_up=True)
+        api = ServedApi(_PACKS, _notifier(), lambda: None)
+        api.publish([run], {}, is_caught_up=True)
         tokens = Tokens(read="r" * 20, control="c" * 20)
-        client = TestClient(make_app(console, RequestGate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
+        client = TestClient(make_app(api, RequestGate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
         headers = {"Authorization": "Bearer " + tokens.control}
         for _ in range(50):
             path = rng.choice(("runs", "anomalies", "incidents", "series", "control"))
@@ -251,7 +251,7 @@ def anomalies(seed: int, home: Path) -> int:
         with contextlib.suppress(SentinelError):
             topk(run, 8, processes=1)
         with contextlib.suppress(SentinelError):
-            tell(story_of(run, "latest"))
+            render(story_of(run, "latest"))
     return 20
 
 

@@ -45,7 +45,7 @@ class Listener:
     replay: Replay = dataclasses.field(default_factory=lambda: Replay(PACK))
     said: Said = dataclasses.field(default_factory=Said)
 
-    def hears(self, number: int) -> bool:
+    def matches(self, number: int) -> bool:
         """Return whether it sees the step of this number."""
         return number >= self.start and number % self.every == self.phase
 
@@ -61,7 +61,7 @@ def listen(truth_file: Path) -> list[Listener]:
         if view.step >= num:
             break
         for one in listeners:
-            if one.hears(number):
+            if one.matches(number):
                 one.replay.take([view], one.said)
     return listeners
 

@@ -331,8 +331,8 @@ def main() -> int:
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for num_tensors, num_ranks, factor in ((2000, 1, 1), (2000, 8, 2), (20_000, 1, 2), (16_000, 4, 4), (64_000, 1, 4)):
         print(throughput(num_tensors, num_ranks, max(options.steps // factor, PLANT_EVERY)), flush=True)
-    print("\nRules in numpy (no forms in C), the rest as above:\n")
-    with patch.object(native, "judge_forms", None):
+    print("\nRules in numpy (no compiled plan), the rest as above:\n")
+    with patch.object(native, "judge_plan", None):
         print(throughput(2000, 1, max(options.steps // 2, PLANT_EVERY)))
         print(throughput(20_000, 1, max(options.steps // 4, PLANT_EVERY)))
     print("\n| after step | us a step of 2000 records |\n|---|---|")

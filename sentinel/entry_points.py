@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import sys
+from collections.abc import Container, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from sentinel.errors import ConfigError
+from sentinel.exception_words import described
 
 
 class OutsidePart:
     """One entry point of a group, not imported yet."""
 
-    def __init__(self, group: str, point: EntryPoint) -> None:
+    def __init__(self, group: str, point: EntryPoint, rivals: Sequence[EntryPoint] = ()) -> None:
+        """rivals: of other packages, under the same name; with any of them nobody knows which one is meant."""
         self._point = point
+        self._rivals = rivals
         self.name = point.name
-        package = f', package "{point.dist.name}"' if point.dist is not None else ""
+        package = _package(point)
         self.where = f'entry point "{point.name}" of {group} ({point.value}{package})'
         """What messages call it: the package is in it, where that is known."""
 
     def load(self) -> Any:
         """Import the package, and return what the entry point names; ConfigError says in words why that fails."""
+        if self._rivals:
+            raise ConfigError(self._ambiguity)
         try:
             return self._point.load()
         except (Exception, SystemExit) as error:  # another package's import may fail in any way
-            raise ConfigError(f"cannot be loaded: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"cannot be loaded: {described(error)}") from error
+
+    def load_tried(self) -> Any:
+        """Do as `load` does, where an import that ends its process or never ends is no more than a ConfigError.
+
+        For processes that others count on, as the daemon is. What this process has not imported yet another one imports
+        first, which takes as long again.
+        """
+        if problem := self.problem():
+            raise ConfigError(problem)
+        return self.load()
+
+    def problem(self) -> str:
+        """Return in words why it cannot be loaded; empty: it can. Nothing is imported into this process."""
+        if self._rivals:
+            return self._ambiguity
+        if self._point.module in sys.modules:
+            return ""
+        from sentinel.import_trial import import_problem
+
+        problem = import_problem(self._point.value)
+        return f"cannot be loaded: {problem}" if problem else ""
+
+    @property
+    def _ambiguity(self) -> str:
+        others = " and ".join(f"{one.value}{_package(one)}" for one in self._rivals)
+        return f"is offered a second time, by {others}: uninstall all packages but one"
+
+
+def _package(point: EntryPoint) -> str:
+    return f', package "{point.dist.name}"' if point.dist is not None else ""
 
 
 def outside_parts(group: str, taken: Container[str] = ()) -> Iterator[OutsidePart]:
     """Yield what other packages offer in a group. taken: names of Sentinel's own, which are left out."""
-    for point in entry_points(group=group):
-        if point.name not in taken:
-            yield OutsidePart(group, point)
+    points = [point for point in entry_points(group=group) if point.name not in taken]
+    for point in points:
+        yield OutsidePart(group, point, [one for one in points if one.name == point.name and one is not point])

@@ -1,4 +1,4 @@
-"""Which file a key belongs to: a key that stands in the wrong one of Sentinel's YAML files is told where it goes."""
+"""Which of Sentinel's YAML files a key belongs to, for messages about keys that stand in the wrong one."""
 
 from __future__ import annotations
 

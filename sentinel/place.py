@@ -67,10 +67,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def world_size_of(reported: Mapping[int, int]) -> int:
-    """Return how many ranks a run has, of which each tells a number: what most say that leaves room for all who speak.
+    """Return how many ranks a run has: of the numbers that ranks report, and that have room for all of them, the commonest.
 
-    Of two numbers that as many say the smaller: then nobody is waited for who may not be.
-    told: rank -> its number; not empty.
+    Of two that are equally common the smaller: then no rank is waited for that may not exist.
+    reported: rank -> its number; not empty.
     """
     last = max(reported)
     counts = Counter(size for size in reported.values() if size > last) or Counter(reported.values())

@@ -60,7 +60,7 @@ class ProcessExits:
             self.close()
 
     def add(self, process: ProcessId) -> None:
-        """Wait for one more; of one that is gone already, or is not of this machine, nothing will be told."""
+        """Wait for one more; of one that is gone already, or is not of this machine, nothing will be reported."""
         if self._is_closed or process in self._known or len(self._watched) >= MAX_WATCHED:
             return
         self._known.add(process)

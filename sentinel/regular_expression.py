@@ -270,7 +270,7 @@ class _Parser:
                 flags &= ~_BITS[letter]
             if "u" in stated[1]:
                 flags &= ~re.ASCII
-            if stated[3] == ")":  # flags of the whole, which `re` has told already
+            if stated[3] == ")":  # flags of the whole, which `re` has reported already
                 self._nesting -= 1
                 return None
         else:

@@ -1,10 +1,11 @@
-"""Settings of every test: threads, how many examples a property is tried on, what the garbage collector looks through."""
+"""Settings of every test: threads, how many examples a property is tried on, which worker runs what, garbage collection."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,9 @@ for name, max_examples in (("default", 50), ("quick", 10), ("all", 500)):
     settings.register_profile(name, max_examples=max_examples, derandomize=True, database=None, deadline=None)
 if settings.get_current_profile_name() not in ("quick", "all"):
     settings.load_profile("default")
+
+
+WHOLE_RUNS = Path(__file__).parent / "end_to_end"
 
 
 class NoProcess:
@@ -45,6 +49,26 @@ class NoProcess:
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
         config.pluginmanager.register(NoProcess())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have each worker of `-n N --dist worksteal` begin with its share of the tests that wait for processes.
+
+    They would all lie in one worker's queue, which would end long after the others; and while one waits another computes.
+    """
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    waiting = [one for one in items if WHOLE_RUNS in one.path.parents]
+    computing = [one for one in items if WHOLE_RUNS not in one.path.parents]
+    ordered: list[pytest.Item] = []
+    for worker in range(num_workers):
+        # xdist gives each worker as many tests as the next, in their order.
+        size = (len(items) - len(ordered)) // (num_workers - worker)
+        share = waiting[worker::num_workers]
+        num_more = max(0, size - len(share))
+        ordered += [*share, *computing[:num_more]]
+        del computing[:num_more]
+    items[:] = [*ordered, *computing]
 
 
 def pytest_collection_finish() -> None:

@@ -189,6 +189,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("glob", ["*", "layers.1.*", "layers.*.attn.*", "layers.*.mlp.fc1.weight", "norm.*", "empty.*"])
 def test_a_group_is_its_tensors_end_to_end_on_every_layout(layout: str, glob: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ NOUNS = {
     "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
     "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
+    "exception_words", "import_trial", "outside_calls",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
@@ -49,6 +52,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Stage -> stages that it may import, for type checkers alone too, beside the nouns and itself."""
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which nobody changes."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def stage_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
@@ -63,6 +72,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports_of(path: Path, *, with_types: bool = True) -> list[tuple[int, str, bool]]:
     """Return (line, module, is_lazy) of each import in a file; those for type checkers alone unless told otherwise."""
     found: list[tuple[int, str, bool]] = []
@@ -84,7 +94,7 @@ def imports_of(path: Path, *, with_types: bool = True) -> list[tuple[int, str, b
         for child in ast.iter_child_nodes(node):
             visit(child, inner)
 
-    visit(ast.parse(path.read_text("utf-8")), False)
+    visit(parsed(path), False)
     return found
 
 
@@ -128,7 +138,7 @@ def test_each_stage_says_what_comes_in_what_goes_out_and_what_it_never_does() ->
     for path in FILES:
         if path.name != "__init__.py" or path.parent in (ROOT, ROOT / "native"):
             continue
-        said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        said = ast.get_docstring(parsed(path)) or ""
         if not all(word in said for word in ("In:", "Out:", "Never:")):
             silent.append(str(path.relative_to(ROOT)))
 
@@ -166,7 +176,7 @@ def test_the_environment_is_read_in_two_places() -> None:
         stage = stage_of(module_of(path))
         if stage == "cli" or path.relative_to(ROOT) == Path("collect/environment.py"):
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"):
                 readers.append(f"{path.relative_to(ROOT.parent)}:{node.lineno}")
 
@@ -179,7 +189,7 @@ def test_adapters_use_the_public_surface_of_a_monitor() -> None:
     for path in FILES:
         if path.parent != ROOT / "collect" / "adapters":
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Attribute) or not ast.unparse(node.value).endswith("monitor"):
                 continue
             if node.attr in parts or node.attr.startswith("_"):
@@ -199,7 +209,7 @@ def test_the_walk_from_a_closed_step_to_a_message_goes_down_functions_that_exist
     assert list(stays) == list(range(1, len(stays) + 1)) and 15 < len(stays) <= 20, "a stranger follows twenty at most"
     for number, (name, path, caller) in stays.items():
         *cls, function = name.split(".")
-        scope: ast.AST = ast.parse((ROOT.parent / path).read_text("utf-8"))
+        scope: ast.AST = parsed(ROOT.parent / path)
         for one in cls:
             scope = next(node for node in ast.walk(scope) if isinstance(node, ast.ClassDef) and node.name == one)
         body = getattr(scope, "body", [])
@@ -224,7 +234,7 @@ def test_no_class_of_collect_decides_many_things() -> None:
         node.name: len([one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))])
         for path in FILES
         if path.is_relative_to(ROOT / "collect")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     }
 
@@ -238,7 +248,7 @@ def test_no_drawers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["sentinel", "sentinel.daemon.app", "sentinel.cli.main", "sentinel.cli.serve"])
+@pytest.mark.parametrize("module", ["sentinel", "sentinel.daemon.daemon", "sentinel.cli.main", "sentinel.cli.serve"])
 def test_daemon_needs_no_torch(module: str) -> None:
     # An import hook that refuses torch stands for a machine without it.
     script = (
@@ -260,8 +270,74 @@ def test_daemon_needs_no_torch(module: str) -> None:
 def test_no_class_name_is_used_for_two_things() -> None:
     where: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(str(path.relative_to(ROOT.parent)))
 
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+SAME_SUBJECT = {
+    "attention", "backtest", "clock", "config", "liveness", "nonfinite", "outside", "replay", "rolling", "saturation",
+    "topk",
+}  # fmt: skip
+"""File names of several folders, which have one subject there: what is measured and judged, a stage and its verb, ..."""
+
+
+def test_no_file_name_is_used_for_two_things() -> None:
+    names = [path.stem for path in FILES if path.stem != "__init__"]
+
+    assert {name for name in names if names.count(name) > 1} == SAME_SUBJECT
+
+
+TESTS = Path(__file__).parent
+MIN_COPIED_LINES = 3
+"""Lines, its docstring left out, from which a helper that two test modules hold alike is a copy (chosen)."""
+PROGRAMS = {"__init__", "frozen", "warm_client", "warm_server"}
+"""Modules of the support that no test imports: what its other ones start."""
+
+
+def helpers_of(path: Path) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """Yield the functions and classes at the top of a test module that pytest does not collect."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith(("test_", "Test")):
+            yield node
+
+
+def test_no_two_test_modules_hold_the_same_helper() -> None:
+    where: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in helpers_of(path):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            if body and node.end_lineno is not None and node.end_lineno - body[0].lineno + 2 >= MIN_COPIED_LINES:
+                text = "\n".join(map(ast.unparse, body))
+                where.setdefault(text, []).append(f"{path.relative_to(TESTS)}:{node.lineno}: {node.name}")
+
+    copied = [helpers for helpers in where.values() if len(helpers) > 1]
+    assert not copied, "move one of each into tests/support/, and take it from there:\n" + "\n".join(map(str, copied))
+
+
+def test_no_test_module_names_a_helper_as_one_of_the_support_is_named() -> None:
+    support = {
+        node.name: path.name
+        for path in (TESTS / "support").glob("*.py")
+        if path.stem not in PROGRAMS
+        for node in helpers_of(path)
+        if not node.name.startswith("_")
+    }
+    again = [
+        f"{path.relative_to(TESTS)}:{node.lineno}: {node.name} is in support/{support[node.name]}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if path.parent != TESTS / "support"
+        for node in helpers_of(path)
+        if node.name in support
+    ]
+
+    assert not again, "take it from there, or say in its name what it is:\n" + "\n".join(again)
+
+
+def test_the_support_says_of_each_of_its_modules_what_it_is_for() -> None:
+    said = ast.get_docstring(ast.parse((TESTS / "support" / "__init__.py").read_text("utf-8"))) or ""
+    modules = {path.stem for path in (TESTS / "support").glob("*.py")} - PROGRAMS
+
+    assert [name for name in sorted(modules) if f"`{name}`" not in said] == []

@@ -1,4 +1,4 @@
-"""`sentinel ack`, `resolve` and `reopen`: what a person does about an incident; a daemon need not be up."""
+"""`sentinel ack`, `resolve` and `reopen`: what a person does about an incident; no daemon need run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from sentinel.cli.explain import run_with_incident
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.errors import ConfigError
 from sentinel.incident import CLOSED_STATES, Incident, IncidentAct
@@ -20,13 +20,13 @@ from sentinel.incidents.tracker_state import MAX_CLOSED
 from sentinel.recorded_incidents import find_incident, incident_revisions, newest_revisions
 
 WAIT_S = 3.0
-"""Seconds that a daemon has to take an act before the command says that it waits: daemons look several times a second; a
-person waits as long where none runs."""
+"""Seconds that a daemon has to take an act before the command says that it waits. Daemons look several times a second; where
+none runs, a person waits this long."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DIR = click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
 _WHO = click.option("--who", metavar="NAME", help="Who does this. Default: the user's own name.")
-_WHY = click.option("--why", default="", metavar="TEXT", help="Why, in a few words; told with it.")
+_WHY = click.option("--why", default="", metavar="TEXT", help="Why, in a few words; sent with it.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the incident's newest revision as one JSON object.")
 
 
@@ -38,10 +38,10 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the incident
 @click.option("--until", metavar="TIME", help="Until when: 30min, 4h, 2d, or 2026-11-22T18:00 in UTC. Default: its end.")
 @_JSON
 def ack(incident: str, directory: str | None, who: str | None, why: str, until: str | None, as_json: bool) -> int:
-    """Acknowledge an incident: you work on it, and others need not. It is told once to whoever heard of it.
+    """Acknowledge an incident: you work on it, and others need not. Who was notified of it is notified once.
 
     INCIDENT is an id, the beginning of one, `worst` (the gravest that is open; the default) or `latest`. What makes it
-    graver or several times worse is told all the same.
+    graver or several times worse is sent all the same.
     """
     now = time.time()
     return _do(incident, "ack", directory, who, why, parse_until(until, now) if until else 0.0, now, as_json)
@@ -84,7 +84,7 @@ def _do(
     if as_json:
         click.echo(msgspec.json.encode(taken or incident).decode())
     if taken is None:
-        say(
+        to_stderr(
             f"no daemon has taken it within {WAIT_S:g} s: it waits in {run_dir / 'acts'} for the next one that serves the "
             f"run; of incidents that ended it knows the last {MAX_CLOSED}"
         )

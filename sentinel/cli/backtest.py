@@ -1,4 +1,4 @@
-"""`sentinel rules backtest`: what a pack would have said of logs and runs that are there already."""
+"""`sentinel rules backtest`: what a pack would have said of recorded logs and runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 
 from sentinel.cli.backtest_tables import show_alarms, show_difference, spelt
 from sentinel.cli.code import allow_code_option
-from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
 
 if TYPE_CHECKING:
     from sentinel.judge.backtest import BacktestOutcome, BacktestSubject
@@ -38,7 +38,7 @@ SEVERITIES = ("info", "warning", "critical")
 )  # fmt: skip
 @click.option(
     "--min-severity", type=click.Choice(SEVERITIES), default="warning", show_default=True,
-    help="Least severity of the alarms that are told, counted and compared; info is written down and told to nobody.",
+    help="Least severity of the alarms that are shown, counted and compared; info is recorded, and nobody is notified.",
 )  # fmt: skip
 @click.option("--column", "columns", multiple=True, metavar="CHANNEL=NAME", help="What logs call loss, grad_norm, lr.")
 @click.option("--header", metavar="NAMES", help="Names of the columns of a table that has no header: step,loss,grad_norm.")
@@ -105,21 +105,21 @@ def backtest(
         least = SEVERITIES.index(min_severity)
         if against:
             return show_difference(list(results), sides, least, as_json)
-        return _tell(results, least, as_json)
+        return _print_result(results, least, as_json)
 
 
-def _tell(results: Iterator[list[BacktestOutcome | str]], least: int, as_json: bool) -> int:
+def _print_result(results: Iterator[list[BacktestOutcome | str]], least: int, as_json: bool) -> int:
     """Print alarms as they come, in the order of the subjects; return the exit code."""
     outcomes: list[BacktestOutcome] = []
     num_failed = num_alarms = 0
     for (outcome,) in results:
         if isinstance(outcome, str):
-            say(outcome)
+            to_stderr(outcome)
             num_failed += 1
             continue
         outcomes.append(outcome)
         for note in (*outcome.notes, *outcome.failures):
-            say(f"{outcome.name}: {note}")
+            to_stderr(f"{outcome.name}: {note}")
         reported = [alarm for alarm in outcome.alarms if alarm.severity.level >= least]
         num_alarms += len(reported)
         if as_json:
@@ -144,7 +144,7 @@ def _sum_up(outcomes: Sequence[BacktestOutcome], least: int, num_failed: int) ->
         text += f" in {_count(len(incidents), 'incident')} of {len({name for name, _ in reported})} ({of_rules})"
     if len(reported) < len(alarms):
         text += f"; {len(alarms) - len(reported)} of less than {SEVERITIES[least]} are not shown (--min-severity)"
-    say(text + (f"; {num_failed} could not be judged" if num_failed else ""))
+    to_stderr(text + (f"; {num_failed} could not be judged" if num_failed else ""))
 
 
 def _count(number: int, noun: str) -> str:
@@ -155,9 +155,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def find_subjects(given: Sequence[str], state_dir: str | None, scratch: Path) -> list[BacktestSubject]:
-    """Return the logs and runs that the arguments mean, each once, in their order. ConfigError for what is neither.
+    """Return the logs and runs that the arguments name, each once, in their order. ConfigError for what is neither.
 
-    scratch: a directory for what comes from stdin.
+    scratch: a directory into which stdin is copied.
     """
     from sentinel.judge.backtest import BacktestSubject
 

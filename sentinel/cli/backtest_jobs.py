@@ -1,4 +1,4 @@
-"""Many logs and runs judged by several processes, told in the order in which they were given."""
+"""Many logs and runs judged by several processes, returned in the order in which they were given."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sentinel.errors import SentinelError
 from sentinel.judge.backtest import BacktestOutcome, BacktestSubject, Settings, judge_subject
 
 _shares: MutableSequence[float] | None = None
-"""In a worker: the share of each task that is done, which the process that shows it shares."""
+"""In a worker: the share done of each task, in memory shared with the process that shows the bar."""
 
 
 def judged(
     subjects: Sequence[BacktestSubject], settings: Sequence[Settings], jobs: int, *, is_quiet: bool
 ) -> Iterator[list[BacktestOutcome | str]]:
-    """Yield, in the order of the subjects, an outcome for each of the settings; words where one could not be judged."""
+    """Yield for each subject, in order, an outcome for each of the settings; in its place why it could not be judged."""
     tasks = [(subject, one) for subject in subjects for one in settings]
     sizes = [_size(subject) for subject, _ in tasks]
     jobs = min(jobs, len(tasks))
@@ -44,7 +44,7 @@ def _in_lots(results: Iterator[BacktestOutcome | str], size: int) -> Iterator[li
 
 def _here(tasks: Sequence[tuple[BacktestSubject, Settings]], bar: _JobsBar) -> Iterator[BacktestOutcome | str]:
     for at, (subject, settings) in enumerate(tasks):
-        yield _judge(subject, settings, bar.teller(at))
+        yield _judge(subject, settings, bar.reporter(at))
         bar.show(at, 1.0)
 
 
@@ -84,18 +84,18 @@ def _begin(shares: MutableSequence[float]) -> None:
 
 
 def _in_worker(at: int, subject: BacktestSubject, settings: Settings) -> BacktestOutcome | str:
-    def tell(share: float) -> None:
+    def show(share: float) -> None:
         if _shares is not None:
             _shares[at] = share
 
-    result = _judge(subject, settings, tell)
-    tell(1.0)
+    result = _judge(subject, settings, show)
+    show(1.0)
     return result
 
 
-def _judge(subject: BacktestSubject, settings: Settings, tell: Callable[[float], None]) -> BacktestOutcome | str:
+def _judge(subject: BacktestSubject, settings: Settings, show: Callable[[float], None]) -> BacktestOutcome | str:
     try:
-        return judge_subject(subject, settings, tell)
+        return judge_subject(subject, settings, show)
     except SentinelError as error:
         return str(error)
     except OSError as error:
@@ -113,7 +113,7 @@ def _size(subject: BacktestSubject) -> int:
 
 
 class _JobsBar:
-    """A bar on stderr, where people look at it."""
+    """A progress bar on stderr, if that is a terminal."""
 
     def __init__(self, sizes: Sequence[int], is_quiet: bool) -> None:
         self._sizes = sizes
@@ -141,8 +141,8 @@ class _JobsBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def teller(self, at: int) -> Callable[[float], None]:
-        """Return what a task of this process tells its share to."""
+    def reporter(self, at: int) -> Callable[[float], None]:
+        """Return the function that a task of this process calls with its share, in [0, 1]."""
         return lambda share: self.show(at, share)
 
     def show(self, at: int, share: float) -> None:

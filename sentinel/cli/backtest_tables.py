@@ -1,4 +1,4 @@
-"""How a back-test looks: alarms as a table, and two packs side by side."""
+"""Tables of a back-test: alarms, and two packs side by side."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
 from sentinel.cli.text_table import show_table
 
 if TYPE_CHECKING:
     from sentinel.judge.backtest import Alarm, BacktestOutcome, RuleDifference
     from sentinel.rules.language.schema import Pack
 
-ALARM_COLUMNS = ("file", "row", "step", "channel", "value", "usual", "score", "rule", "verdict", "severity")
+ALARM_COLUMNS = ("file", "row", "step", "channel", "value", "usual", "score", "rule", "diagnosis", "severity")
 MAX_LISTED = 10
 """Most new alarms, and most lost ones, that are listed, so that both fit a screen; --json has all."""
 
@@ -24,7 +24,7 @@ MAX_LISTED = 10
 def show_alarms(alarms: Sequence[tuple[BacktestOutcome, Alarm]]) -> None:
     """Print alarms as a table: aligned text into a pipe, with colours on a terminal.
 
-    Its diagnosis is the incident's last: at the onset of a spike nobody knows yet how it goes on.
+    The diagnosis is the incident's last one: at the onset of a spike its course is not known yet.
     """
     if alarms:
         rows = [_alarm_cells(alarm, outcome.last_suspected(alarm)) for outcome, alarm in alarms]
@@ -40,7 +40,7 @@ def _alarm_cells(alarm: Alarm, suspected: str) -> tuple[str, ...]:
 
 
 def spelt(name: str) -> str:
-    """Return a file's name with what is no UTF-8 in it spelt out: names are bytes, and JSON has no place for those."""
+    """Return a file's name with bytes that are not UTF-8 escaped, for JSON cannot hold them."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
@@ -54,12 +54,15 @@ def _number(value: float | None) -> str:
 def show_difference(
     results: Sequence[Sequence[BacktestOutcome | str]], packs: Sequence[Pack], least: int, as_json: bool
 ) -> int:
-    """Print what two packs say of the same subjects, rule by rule and subject by subject; return the exit code."""
+    """Print how the alarms of two packs on the same subjects differ, by rule and by subject; return the exit code.
+
+    least: level of the least severity that counts.
+    """
     from sentinel.judge.backtest import compare, new_alarms
 
     failed = [one for pair in results for one in pair if isinstance(one, str)]
     for problem in dict.fromkeys(failed):
-        say(problem)
+        to_stderr(problem)
     pairs = [(new, old) for new, old in results if not isinstance(new, str) and not isinstance(old, str)]
     news = [[alarm for alarm in new.alarms if alarm.severity.level >= least] for new, _ in pairs]
     olds = [[alarm for alarm in old.alarms if alarm.severity.level >= least] for _, old in pairs]
@@ -93,7 +96,7 @@ def show_difference(
     hashes = " against ".join(f"{pack.pack_hash} ({len(pack.rules)} rules)" for pack in packs)
     num_rows = sum(side.num_rows for side, _ in by_subject)
     subjects = f"{len(pairs)} subject{'' if len(pairs) == 1 else 's'}"
-    say(f"{subjects}, {num_rows} rows judged twice: pack {hashes}: {len(gained)} new, {len(lost)} lost alarms")
+    to_stderr(f"{subjects}, {num_rows} rows judged twice: pack {hashes}: {len(gained)} new, {len(lost)} lost alarms")
     return BAD_USAGE if failed else FOUND if gained or lost else CLEAN
 
 

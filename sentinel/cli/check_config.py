@@ -20,7 +20,7 @@ from sentinel.file_keys import DAEMON, FILES, RULE_TESTS, RULES, TRAINER, kind_o
     "--for",
     "reader",
     type=click.Choice(list(FILES)),
-    help="Who would read it. Default: told from the keys in the file.",
+    help="Who would read it. Default: read off the keys in the file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a file.")
 def check_config(files: tuple[str, ...], reader: str | None, as_json: bool) -> int:

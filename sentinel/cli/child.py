@@ -1,4 +1,4 @@
-"""A training command as a child: its own process group, our signals handed on, the terminal lent to it."""
+"""A training command as a child process: in its own process group, with our signals and the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Child:
     """A command that runs in a process group of its own until it ends.
 
     A process group, because a launcher has workers: a signal that reached only the launcher would leave them behind. On a
-    terminal the group is put in the foreground, so Ctrl-C reaches it from the terminal alone, once, as without us.
+    terminal the group is put in the foreground, so that Ctrl-C reaches it once, from the terminal, as without `sentinel
+    run`.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -46,7 +47,7 @@ class Child:
             self._send(early)
 
     def poll(self) -> int | None:
-        """Return the exit code if it ended, else None. Never waits; passes a stop (Ctrl-Z) on to our own group."""
+        """Return the exit code if it ended, else None. Never waits. A stop (Ctrl-Z) of the child stops our own group too."""
         if self.code is not None:
             return self.code
         try:

@@ -19,7 +19,7 @@ def _allow(context: click.Context, parameter: click.Parameter, is_given: bool) -
 
 
 def allow_code_option(*, is_handed_on: bool = False) -> Callable[[_Command], _Command]:
-    """Return the decorator. is_handed_on: the command is told too, as `allow_code`."""
+    """Return the decorator. is_handed_on: the command gets it too, as the argument `allow_code`."""
     return click.option(
         "--allow-code",
         is_flag=True,

@@ -17,18 +17,19 @@ MAX_RESTARTS = 5
 failure ends the watching; too large: a daemon that cannot start takes the trainer's processor time."""
 RESTART_WINDOW_S = 60.0
 LAST_BYTES = 8192
-"""Of the daemon's log, where its last line is looked for."""
+"""Bytes of the end of the daemon's log in which its last line is looked for."""
 
 
 class Companion:
     """`sentinel serve RUN` in a session of its own: neither its death nor a Ctrl-C at the terminal touches the command.
 
-    arguments: what follows `sentinel serve`. log: where its talk goes. Never raises: `problem` says why nobody watches.
+    arguments: those of `sentinel serve`. log: the file that its stderr goes to. Never raises: `problem` says why no daemon
+    runs.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.problem = ""
-        """Why nobody watches any more; empty while the daemon runs, or is about to be started again."""
+        """Why no daemon runs any more, in words; empty while one runs, or is about to be started again."""
         self.setback = ""
         """Why it died last; empty: it has not."""
         self._command = [sys.executable, "-m", "sentinel.cli", "serve", *arguments]
@@ -49,26 +50,26 @@ class Companion:
         return len(self._deaths)
 
     def watch(self) -> None:
-        """Start it again if it died; call often. A bad command line (exit code 2) is not tried again."""
+        """Start the daemon again if it ended; to be called often. After a bad command line (exit code 2) it is not."""
         now = time.monotonic()
         if self._process is not None and self._process.poll() is not None:
             code = self._process.returncode
             self._process = None
             if code == 2:
-                self.problem = f"the daemon refused to start: {self._last_words()}"
+                self.problem = f"the daemon refused to start: {self._last_log_line()}"
                 return
             self._deaths = [at for at in self._deaths if now - at < RESTART_WINDOW_S] + [now]
             if len(self._deaths) > MAX_RESTARTS:
-                self.problem = f"the daemon died {len(self._deaths)} times within a minute: {self._last_words()}"
+                self.problem = f"the daemon died {len(self._deaths)} times within a minute: {self._last_log_line()}"
                 return
-            self.setback = f"the daemon died, and is started again: {self._last_words()}"
+            self.setback = f"the daemon died, and is started again: {self._last_log_line()}"
             self._due = now + 0.1 * 2 ** (len(self._deaths) - 1)
         if self._process is None and not self.problem and self._due is not None and now >= self._due:
             self._due = None
             self._start()
 
     def finish(self, timeout_s: float) -> bool:
-        """Let it judge what is left and end it; True when it ended by itself, in order, within the time."""
+        """Let the daemon judge what is left and end; return whether it did so, in order, within `timeout_s` seconds."""
         if self._process is None and not self.problem:
             self._start()
         process = self._process
@@ -83,11 +84,11 @@ class Companion:
             self.problem = f"the daemon needed more than {timeout_s:g} s to judge what was left; see {self._log}"
             return False
         if code:
-            self.problem = f"the daemon ended with {code}: {self._last_words()}"
+            self.problem = f"the daemon ended with {code}: {self._last_log_line()}"
         return code == 0
 
-    def _last_words(self) -> str:
-        """Return the last thing that the daemon said, and where the rest is."""
+    def _last_log_line(self) -> str:
+        """Return the last line of the daemon's log, and the path of the log."""
         try:
             with self._log.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))

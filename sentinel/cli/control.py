@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 from sentinel.cli.progress import RunProgress, progress_of
 from sentinel.command import ALARM_KINDS, DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
@@ -67,7 +67,7 @@ def enable(
         now=now,
     )
     show(run_dir, command, as_json)
-    return say_deaf(run_dir, progress)
+    return warn_if_unresponsive(run_dir, progress)
 
 
 @click.command()
@@ -91,7 +91,7 @@ def disable(run: str | None, kinds: str | None, targets: str | None, at_step: st
         now=now,
     )
     show(run_dir, command, as_json)
-    return say_deaf(run_dir, progress)
+    return warn_if_unresponsive(run_dir, progress)
 
 
 @click.command()
@@ -139,29 +139,30 @@ def dump(
         now=now,
     )
     show(run_dir, command, as_json)
-    return say_deaf(run_dir, progress)
+    return warn_if_unresponsive(run_dir, progress)
 
 
 def commands_of(run_dir: Path, progress: RunProgress) -> RunCommands:
-    """Return the commands of a run, for commands to those who train now; to whoever comes where nobody does."""
+    """Return the commands of a run, for the attempt that trains now; for any later one where no rank reads commands."""
     commands = RunCommands(run_dir)
-    if not progress.why_deaf:
+    if not progress.why_unresponsive:
         commands.attempt = progress.attempt
     return commands
 
 
-def say_deaf(run_dir: Path, progress: RunProgress) -> int:
-    """Say that nobody reads what was ordered, where that is so; return the exit code."""
-    if not progress.why_deaf:
+def warn_if_unresponsive(run_dir: Path, progress: RunProgress) -> int:
+    """Write to stderr that no rank reads the command, if that is so; return the exit code."""
+    if not progress.why_unresponsive:
         return CLEAN
-    say(f"nobody listens: {progress.why_deaf} in {run_dir}; a trainer that goes on with this run will find the command")
+    why = progress.why_unresponsive
+    to_stderr(f"nobody listens: {why} in {run_dir}; a trainer that goes on with this run will find the command")
     return FOUND
 
 
 def show(
     run_dir: Path, command: EnableMonitoring | DisableMonitoring | DumpTensors | DescribeStructure, as_json: bool
 ) -> None:
-    """Print what was ordered."""
+    """Print the command that was written, for people or as JSON."""
     path = run_dir / "control" / f"{command.seq:06d}.json"
     if as_json:
         click.echo(msgspec.json.encode(command).decode())
@@ -170,12 +171,12 @@ def show(
 
 
 def split(text: str | None) -> tuple[str, ...]:
-    """Return the words between commas."""
+    """Return the words of a comma-separated list; None: no words."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def parse_kinds(text: str | None) -> tuple[str, ...]:
-    """Return kinds; ConfigError names what is none."""
+    """Return the kinds of a comma-separated list; ConfigError names a word that is no kind."""
     kinds = split(text)
     for kind in kinds:
         if kind not in KIND_LABELS:
@@ -184,7 +185,7 @@ def parse_kinds(text: str | None) -> tuple[str, ...]:
 
 
 def parse_measured(text: str) -> tuple[str, ...]:
-    """Return kinds that a trainer can measure; ConfigError names what is none."""
+    """Return the kinds of a list that a trainer can measure; ConfigError names a word that is none."""
     kinds = split(text)
     for kind in kinds:
         if kind not in MEASURED_LABELS:
@@ -195,7 +196,7 @@ def parse_measured(text: str) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str | None) -> tuple[int, ...]:
-    """Return the ranks between commas; ConfigError names what is none."""
+    """Return the ranks of a comma-separated list; ConfigError names a word that is no rank."""
     words = split(text)
     for word in words:
         if not word.isdecimal():
@@ -204,7 +205,10 @@ def parse_ranks(text: str | None) -> tuple[int, ...]:
 
 
 def parse_step(run_dir: Path, text: str, progress: RunProgress) -> int:
-    """Return the step that `--at-step` means in a run."""
+    """Return the step that `--at-step` names: a number, or `auto`, the first at which every rank can obey.
+
+    ConfigError for another word, and for `auto` where no spool has a step.
+    """
     newest = progress.newest_step
     if text == "auto":
         if newest is None:
@@ -212,6 +216,6 @@ def parse_step(run_dir: Path, text: str, progress: RunProgress) -> int:
         return first_step(newest, progress.step_time_s, PERSON_LATENCY_S)
     if not text.isdecimal():
         raise ConfigError(f'--at-step: expected a number of at least 0 or auto, got "{text}"')
-    if newest is not None and int(text) <= newest and not progress.why_deaf:
-        say(f"step {text} is over or begun (newest known: {newest}); ranks will answer that they missed it")
+    if newest is not None and int(text) <= newest and not progress.why_unresponsive:
+        to_stderr(f"step {text} is over or begun (newest known: {newest}); ranks will answer that they missed it")
     return int(text)

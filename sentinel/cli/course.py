@@ -19,7 +19,7 @@ NOTHING = "nothing was watched"
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal says of a run as a whole."""
+    """A run as a whole, from its journal: how much was judged, and how it ended."""
 
     num_steps: int = 0
     """Steps judged, all attempts."""
@@ -27,7 +27,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the newest layout."""
     num_tensors: int = 0
     ended: RunEnd | None = None
-    """How the newest attempt ended; None: it goes on, or nobody knows."""
+    """How the newest attempt ended; None: it goes on, or that is not known."""
 
     @property
     def is_bad(self) -> bool:
@@ -61,8 +61,8 @@ class _WatchedCounts(msgspec.Struct):
 
 
 def course_of(journal: Journal) -> Course:
-    """Return what a journal says of its run as a whole."""
-    watched = msgspec.json.decode(journal.facts.recall(WATCHED_FACT) or "{}", type=_WatchedCounts)
+    """Return the course of the run of a journal."""
+    watched = msgspec.json.decode(journal.values.get(WATCHED_FACT) or "{}", type=_WatchedCounts)
     steps = [msgspec.msgpack.decode(body, type=_DecisionTime) for body in journal.newest_decisions(STEP, 1)]
     ticks = (msgspec.msgpack.decode(body, type=_DecisionTime) for body in journal.newest_decisions(TICK, MAX_TICKS))
     newest = next((one for one in ticks if one.ended is not None), None)
@@ -83,7 +83,7 @@ def course_report(course: Course) -> dict[str, Any]:
 
 
 def course_in(report: dict[str, Any]) -> Course:
-    """Return what the entries of a report say; nothing where it has none."""
+    """Return the course that the entries of a report have; an empty one where it has none."""
     return msgspec.convert({name: report[name] for name in Course.__struct_fields__ if name in report}, Course)
 
 

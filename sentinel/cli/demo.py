@@ -52,7 +52,7 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
 
     The trainer, the daemon and the receiver of alerts are processes of their own; all that passes between trainer and
     daemon is the run's directory. Exit 0 only when everything planted was found, by module, rank and micro-batch, and
-    nothing that is not true was told.
+    nobody was notified of anything that is not true.
     """
     began = time.monotonic()
     plan = DemoPlan()
@@ -66,7 +66,7 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
             for line in story(scene):
                 click.echo(line)
         if keep:
-            stage.say(f"the page stays at {stage.url} until Ctrl-C")
+            stage.print(f"the page stays at {stage.url} until Ctrl-C")
             while stage.daemon.pid is not None:
                 time.sleep(0.5)
     finally:
@@ -75,7 +75,7 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
 
 
 class Stage:
-    """Receiver, daemon and trainer of one demo, and what they say. Talk goes to stderr."""
+    """Receiver, daemon and trainer of one demo. Progress goes to stderr."""
 
     def __init__(self, run_dir: Path, plan: DemoPlan) -> None:
         self.run_dir = run_dir
@@ -107,17 +107,17 @@ class Stage:
             [str(run_dir), "--owned", "--listen", "127.0.0.1:0", "--config", str(config)], run_dir / ".daemon" / "daemon.log"
         )
 
-    def say(self, text: str) -> None:
-        """Write one line of talk."""
+    def print(self, text: str) -> None:
+        """Write one line to stderr."""
         self._show.line(text)
 
     def perform(self) -> None:
         """Train to the end and wait until the daemon has judged every step."""
         plan = self.plan
-        self.say(f"run {self.run_dir.name} in {self.run_dir}")
+        self.print(f"run {self.run_dir.name} in {self.run_dir}")
         self._await_page()
-        self.say(f"daemon: process {self.daemon.pid}, page {self.url}")
-        self.say("trainer: 2 pipeline stages x 2 replicas, 4 micro-batches, every module's activations off")
+        self.print(f"daemon: process {self.daemon.pid}, page {self.url}")
+        self.print("trainer: 2 pipeline stages x 2 replicas, 4 micro-batches, every module's activations off")
         command = [
             sys.executable, str(self._example / "launch.py"), "-n", str(NUM_RANKS), "--",
             str(self._example / "train.py"), "--steps", str(plan.num_steps), "--faults", str(self._faults),
@@ -139,18 +139,18 @@ class Stage:
         while self._trainer.poll() is None:
             if time.monotonic() > deadline:
                 raise ConfigError(f"the trainer took more than {TRAINING_LIMIT_S:g} s; see {log.name}")
-            self._tell(next(news))
+            self._print_all(next(news))
             self._watch_daemon()
             time.sleep(0.05)
         reader.join(2)
         if self._trainer.returncode:
             raise ConfigError(f"the trainer ended with exit code {self._trainer.returncode}; see {log.name}")
         self._await_diagnoses()
-        self._tell(next(news))
+        self._print_all(next(news))
         self._show.close()
 
     def scene(self, seconds: float) -> Scene:
-        """Return what the files, the receiver and /metrics say at the end."""
+        """Return what files, receiver and /metrics hold at the end. seconds: that the demo took."""
         notified = [
             msgspec.convert(alert["incident"], Incident)
             for message in self.receiver.messages
@@ -196,7 +196,7 @@ class Stage:
             raise ConfigError(f"sentinel topk gave no JSON: {answer.stderr.strip()[-500:]}") from error
 
     def close(self) -> None:
-        """End what was started."""
+        """End the processes that were started."""
         self._show.close()
         if self._trainer is not None and self._trainer.poll() is None:
             self._trainer.terminate()
@@ -234,7 +234,7 @@ class Stage:
             if judged and judged[0] >= wanted and not any(self._gauge("sentinel_notifications_pending")):
                 return
             time.sleep(0.2)
-        self.say(f"not every step was judged within {DRAIN_LIMIT_S:g} s of the trainer's end")
+        self.print(f"not every step was judged within {DRAIN_LIMIT_S:g} s of the trainer's end")
 
     def _gauge(self, name: str) -> list[float]:
         return [float(value) for value in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)", self._scrape(), re.MULTILINE)]
@@ -255,7 +255,7 @@ class Stage:
 
     def _received(self, message: Message) -> None:
         if message.to != "webhook":
-            self.say(f"  -> {message.to} hears: {message.text}")
+            self.print(f"  -> {message.to} hears: {message.text}")
 
     def _news(self) -> Iterator[list[str]]:
         """Yield what came since the last look: incidents and commands, in words."""
@@ -290,9 +290,9 @@ class Stage:
                     lines.append(f"  command {command.get('type')}{kinds}{at}: {command.get('reason', '')}")
             yield lines
 
-    def _tell(self, lines: Sequence[str]) -> None:
+    def _print_all(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self.say(line)
+            self.print(line)
 
 
 def _find_example() -> Path:
@@ -307,7 +307,7 @@ def _find_example() -> Path:
 
 
 def read_anomalies(run_dir: Path) -> list[Anomaly]:
-    """Return every anomaly of a run, in the order written."""
+    """Return every anomaly of a run, in the order of its files."""
     decode = msgspec.json.Decoder(Anomaly).decode
     files = sorted((run_dir / "anomalies").glob("*.jsonl"))
     return [decode(line) for file in files for line in file.read_bytes().splitlines()]

@@ -1,4 +1,4 @@
-"""What of all that was told in a demo is not true: every incident, every message, held against what was planted."""
+"""What was reported in a demo and is not true: every incident and every message, compared with what was planted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def falsehoods(
 ) -> list[str]:
     """Return what is not true, each thing once, in words; empty: nothing.
 
-    revisions: of all incidents, as written and as told. texts: messages as people read them; each is to be about one of the
+    revisions: of all incidents, as written and as sent. texts: messages as people read them; each is to be about one of the
     incidents.
     """
     roots = {one.id: one for one in anomalies}
@@ -38,12 +38,12 @@ def falsehoods(
 
 
 def is_of_time(one: Incident) -> bool:
-    """Tell whether an incident is about ranks that others waited for."""
+    """Return whether an incident is about ranks that others waited for."""
     return bool(one.detectors) and OF_TIME.issuperset(one.detectors)
 
 
 def _why_false(plan: DemoPlan, roots: Mapping[str, Anomaly], one: Incident) -> str:
-    """Return what is not true of a revision that is told; empty: all of it is."""
+    """Return what is not true of a revision that people are notified of; empty: all of it is true."""
     if is_of_time(one):
         return ""
     if one.opened_step == plan.batch_step:

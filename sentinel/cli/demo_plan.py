@@ -1,4 +1,4 @@
-"""What the demo plants, and whether the files tell that it was found."""
+"""What the demo plants, and the judgement of whether it was found, from the run's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sentinel.order.origin import Origin, origin
 
 
 class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The truth: only the trainer and this file know it, the daemon never does."""
+    """The faults that are planted, known to the trainer and to this file, never to the daemon."""
 
     num_steps: int = 290
     batch_step: int = 160
@@ -49,21 +49,21 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run's files say about the faults of a plan."""
+    """What was found of the faults of a plan, from the run's files."""
 
     claims: tuple[Claim, ...]
     incident: Incident | None
     """The incident of the NaN, newest revision."""
     black_box_step: int | None
     black_box: Origin | None
-    """What was known at the first occurrence, with only the black box to go by."""
+    """Origin as known at the first occurrence, from the black box alone."""
     escalated_step: int | None
     escalated: Origin | None
-    """What the first occurrence after escalation added."""
+    """Origin as known at the first occurrence after modules were monitored."""
 
     @property
     def holds(self) -> bool:
-        """Everything that was planted was found, and nothing false was told."""
+        """Everything that was planted was found, and nothing false was reported."""
         return all(claim.holds for claim in self.claims)
 
 
@@ -77,7 +77,7 @@ def judge(
     num_dropped: int,
     texts: Sequence[str] = (),
 ) -> DemoOutcome:
-    """Return what was found. incidents: all revisions, as written; told: incidents that receivers heard of.
+    """Return what was found. incidents: all revisions, as written; notified: incidents that receivers were notified of.
 
     num_judged: steps; num_dropped: rows. Silence counts for something only where everything was looked at.
     texts: messages as people read them.

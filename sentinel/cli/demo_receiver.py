@@ -1,4 +1,4 @@
-"""A local receiver for the demo: it takes what Slack, an Alertmanager or a webhook would be sent, and keeps it."""
+"""A local HTTP server for the demo that receives what Slack, an Alertmanager or a webhook would be sent."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One request that was received."""
 
     to: str
-    """Whom the receiver played: Slack, Alertmanager, webhook."""
+    """The service whose path the request was for: Slack, Alertmanager, webhook."""
     body: Any
 
     @property
     def text(self) -> str:
-        """What a person would read, in one line."""
+        """The message as a person would read it, in one line."""
         if self.to == "Slack":
             return " ".join(str(self.body.get("text", "")).split())
         if self.to == "Alertmanager":
@@ -40,7 +40,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receiver:
-    """An HTTP server on a free loopback port. heard: called with each message, from the server's thread."""
+    """An HTTP server on a free loopback port. received: called with each message, from the server's thread."""
 
     def __init__(self, received: Callable[[Message], None]) -> None:
         self.messages: list[Message] = []

@@ -13,12 +13,12 @@ from sentinel.cli.demo_receiver import Message
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the end of the demo tells."""
+    """Everything that the end of the demo shows."""
 
     plan: DemoPlan
     outcome: DemoOutcome
     topk: dict[int, list[dict[str, Any]]]
-    """Step -> what `sentinel topk` says of it, first causes first."""
+    """Step -> rows of `sentinel topk`, first causes first."""
     messages: list[Message]
     gauges: list[str]
     run_dir: Path
@@ -41,7 +41,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def story(scene: Scene) -> Iterator[str]:
-    """Yield the demo's end as lines: what was planted, what was known when, who was told, where it all lies."""
+    """Yield the demo's end as lines: what was planted, what was known when, who was notified, where it all lies."""
     plan, outcome = scene.plan, scene.outcome
     yield ""
     yield "PLANTED (the daemon was not told)"

@@ -14,7 +14,7 @@ from sentinel.cli.main import CLEAN
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.errors import MALFORMED, ConfigError, StoreError
 from sentinel.explain.drawing import WIDTH
-from sentinel.explain.story import SentAlert, Story, story_of, tell
+from sentinel.explain.story import SentAlert, Story, render, story_of
 from sentinel.recorded_incidents import find_incident, incident_revisions, newest_revisions, worst_open
 from sentinel.report.alert import Alert
 from sentinel.store.run_paths import RunPaths, runs_in
@@ -25,7 +25,7 @@ from sentinel.store.run_paths import RunPaths, runs_in
 @click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def explain(incident: str, directory: str | None, as_json: bool) -> int:
-    """Tell the story of an incident: what came first and where, how it spread, what followed, who was told.
+    """Tell the story of an incident: what came first and where, how it spread, what followed, who was notified.
 
     INCIDENT is an id, the beginning of one, `worst` (the gravest that is open, where none is the newest
     that is more than a note; the default), or
@@ -38,7 +38,7 @@ def explain(incident: str, directory: str | None, as_json: bool) -> int:
     else:
         # As wide as the terminal; into a pipe always the same.
         width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
-        click.echo(tell(story, max(60, width)))
+        click.echo(render(story, max(60, width)))
     return CLEAN
 
 

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from sentinel.cli.export_options import moment_of, steps_of, words_of
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 from sentinel.exports.formats import FORMATS, KnownFormats
 from sentinel.exports.formats import export as write_export
@@ -23,7 +23,7 @@ from sentinel.judge.recorded import RecordedRun
 from sentinel.record import STATISTICS
 
 BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-"""What the name of an output says of its format."""
+"""Ending of an output's name -> its format."""
 DIRECTORIES = tuple(name for name, form in FORMATS.items() if form.goes_to == "directory")
 """Formats of several files: -o names a directory."""
 
@@ -165,32 +165,32 @@ def export(
         attempt=attempt, is_ranked=ranked, is_squashed=squash, is_vectors=vectors, steps_per_file=steps_per_file, jobs=jobs,
     )  # fmt: skip
     stdout: Callable[[], AbstractContextManager[Any]] = partial(click.open_file, "-", "wb")
-    setting = ExportSetting(open_run=RecordedRun, stdout=stdout, say=say, progress=lambda: ExportBar(quiet))
+    setting = ExportSetting(open_run=RecordedRun, stdout=stdout, to_stderr=to_stderr, progress=lambda: ExportBar(quiet))
     try:
         written = write_export(request, setting)
     except UnfitOptions as error:
         raise click.UsageError(str(error)) from error
-    return _tell(written, output, goes_to == "directory", as_json)
+    return _print_result(written, output, goes_to == "directory", as_json)
 
 
-def _tell(written: Written, output: str | None, is_directory: bool, as_json: bool) -> int:
-    """Say what was written, and return the exit code."""
+def _print_result(written: Written, output: str | None, is_directory: bool, as_json: bool) -> int:
+    """Print a summary of what was written, and return the exit code."""
     if written.files is not None:
         if as_json:
             click.echo(msgspec.json.encode(written.files).decode())
         for one in [] if as_json else written.files:
             own = f", {len(one['apart'])} of single ranks" if one["apart"] else ""
-            say(f"step {one['step']}: {one['num_tensors']} whole tensors{own} in {one['file']}")
+            to_stderr(f"step {one['step']}: {one['num_tensors']} whole tensors{own} in {one['file']}")
         return CLEAN if written.is_clean else FOUND
     if as_json and output:
         click.echo(json.dumps({"file": output, **written.sums(is_directory)}))
     elif output and written.num_rows:
-        say(f"{written.num_rows} rows of {written.num_series} series over {written.num_steps} steps in {output}")
+        to_stderr(f"{written.num_rows} rows of {written.num_series} series over {written.num_steps} steps in {output}")
     return CLEAN if written.num_rows else FOUND
 
 
 class ExportBar:
-    """A bar on stderr, where people look at it."""
+    """A progress bar on stderr, if that is a terminal."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._bar: Any = None
@@ -214,6 +214,6 @@ class ExportBar:
             self._bar.stop()
 
     def show(self, num_steps: int, share: Callable[[], float]) -> None:
-        """Move on; looking at the disk is dear, so not at each step."""
+        """Show the progress, not at each step: the share reads sizes from the disk. As `ExportProgress`."""
         if self._bar is not None and num_steps % 16 == 0:
             self._bar.update(self._task, completed=share(), steps=num_steps)

@@ -1,4 +1,4 @@
-"""What the options of `sentinel export` say: steps, moments, words."""
+"""Parsers of the options of `sentinel export`: steps, times, lists of words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 
 def words_of(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Return the words between commas."""
+    """Return the words of a comma-separated list; None: the option was not given."""
     return None if value is None else tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from sentinel.cli.import_config_keys import Mapped, Source, map_config
-from sentinel.cli.main import CLEAN, say
+from sentinel.cli.main import CLEAN, to_stderr
 from sentinel.errors import ConfigError
 
 MAX_BYTES = 2**20
@@ -56,13 +56,13 @@ def msprobe_config(file: Path, output: Path | None, rules_output: Path | None, d
             if path.exists():
                 raise ConfigError(f"{path}: expected no such file yet; give another one, or remove it")
             path.write_text(words, "utf-8")
-            say(f"wrote {path}")
+            to_stderr(f"wrote {path}")
     if as_json:
         click.echo(json.dumps(_reported(mapped)))
     elif output is None:
         click.echo(trainer, nl=False)
     if pack and rules_output is None and not as_json:
-        say(f"{len(mapped.rules)} alert rules: give --rules-output FILE for them")
+        to_stderr(f"{len(mapped.rules)} alert rules: give --rules-output FILE for them")
     return CLEAN
 
 
@@ -95,7 +95,7 @@ def _check(trainer: str, pack: str) -> None:
 
 
 def trainer_yaml(mapped: Mapped, name: str) -> str:
-    """Return the trainer's config as text, each key with where it comes from."""
+    """Return the trainer's config as YAML, each key with a comment that says where it comes from."""
     lines = [f"# What msProbe's monitor was asked for in {name}. docs/probes.md tells what each key means."]
     for key, value in mapped.settings.items():
         why = f"  # {mapped.reasons[key]}" if key in mapped.reasons else ""
@@ -116,7 +116,7 @@ def trainer_yaml(mapped: Mapped, name: str) -> str:
 
 
 def rules_yaml(mapped: Mapped, name: str) -> str:
-    """Return the alert rules as a rule pack."""
+    """Return the alert rules as a rule pack, YAML."""
     kinds = [kind for kind in mapped.kinds if kind != "comm"] or ["wgrad"]
     lines = [
         f"# The alert rules of msProbe's monitor in {name}, with its own formulas. Where several fire on one tensor all are",

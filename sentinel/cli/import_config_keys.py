@@ -33,7 +33,7 @@ _INDEXED = re.compile(r"(?:tuple|list)\[(?P<size>\d+)\](?::(?P<at>\d+))?|tensor"
 
 
 class Probe(msgspec.Struct):
-    """What one kind is asked for, beside the common schedule."""
+    """The settings of one kind, beside the common schedule."""
 
     targets: list[str] = []
     histogram: bool = False
@@ -41,7 +41,7 @@ class Probe(msgspec.Struct):
 
 
 class ImportedRule(msgspec.Struct, frozen=True):
-    """One of its alert rules."""
+    """One alert rule of msProbe's config."""
 
     name: str
     detector: str
@@ -51,38 +51,38 @@ class ImportedRule(msgspec.Struct, frozen=True):
 
 
 class Mapped(msgspec.Struct):
-    """What became of a config."""
+    """A config of msProbe's, mapped."""
 
     settings: dict[str, Any] = {}
-    """Key of ours -> its value, in the order in which it is written."""
+    """Key of the trainer's config -> value, in the order in which they are written."""
     reasons: dict[str, str] = {}
-    """Key of ours -> where it comes from."""
+    """Key of the trainer's config -> the key of msProbe's that it comes from, in words."""
     probes: dict[str, Probe] = {}
     notes: list[tuple[str, str]] = []
-    """(key of msProbe's, what is otherwise here, or why it is not needed)"""
+    """(key of msProbe's, what differs here, or why it is not needed)"""
     rules: list[ImportedRule] = []
     kinds: list[str] = []
 
     def set(self, key: str, value: Any, reason: str) -> None:
-        """Set a key of ours."""
+        """Set a key of the trainer's config. reason: where it comes from."""
         self.settings[key] = value
         self.reasons[key] = f"{self.reasons[key]}; {reason}" if key in self.reasons else reason
 
     def note(self, key: str, why: str) -> None:
-        """Say what is otherwise of a key, or why it is not needed."""
+        """Note what differs for a key of msProbe's, or why it is not needed."""
         self.notes.append((key, why))
 
     def measure(self, *kinds: str) -> None:
-        """Measure kinds."""
+        """Have the trainer measure these kinds."""
         self.kinds += [kind for kind in kinds if kind not in self.kinds]
 
     def probe(self, kind: str) -> Probe:
-        """Return what is asked of a kind."""
+        """Return the settings of a kind, to be changed."""
         return self.probes.setdefault(kind, Probe())
 
 
 class Source:
-    """The file, read as strictly as JSON is: no key twice, no bare NaN."""
+    """The JSON file of the config, read strictly: no key twice, no bare NaN."""
 
     def __init__(self, text: str, name: str) -> None:
         self.name = name
@@ -123,7 +123,7 @@ class Source:
 
 
 def map_config(source: Source, *, is_dynamic: bool = False) -> Mapped:
-    """Return what a config becomes. ConfigError, with file and line, for a key or a value that msProbe does not know.
+    """Return a config mapped. ConfigError, with file and line, for a key or a value that msProbe does not know.
 
     is_dynamic: it was used with DYNAMIC_MONITOR set, so that dynamic_on switches everything.
     """
@@ -141,7 +141,7 @@ def map_config(source: Source, *, is_dynamic: bool = False) -> Mapped:
 
 
 class _Asked:
-    """A config while it is read: what some keys mean depends on others."""
+    """A config while it is read: the meaning of some keys depends on others."""
 
     def __init__(self, source: Source, config: dict[str, Any], is_dynamic: bool) -> None:
         self.source = source
@@ -151,16 +151,16 @@ class _Asked:
         self.parameter_targets: list[str] = []
 
     def flag(self, key: str) -> bool:
-        """Return one of the switches."""
+        """Return the value of a key that is true or false; false where it is missing."""
         return bool(self.source.typed(key, self.config.get(key, False), bool, "true or false"))
 
     @property
     def has_all_modules(self) -> bool:
-        """Whether every module is taken: nobody named one, or all_xy says so."""
+        """Whether every module is measured: none is named, or all_xy is true."""
         return not self.targets or self.flag("all_xy")
 
     def finish(self, found: Mapped) -> None:
-        """Put together what several keys say."""
+        """Map what several keys mean together."""
         if self.targets and any(kind in found.kinds for kind in ("activation", "dgrad")):
             if self.flag("all_xy"):
                 found.note("targets", "of activations: all_xy takes every module")
@@ -445,4 +445,4 @@ _KEYS: dict[str, Callable[[_Asked, Mapped, str, Any], None]] = {
     "squash_name": _unneeded("`sentinel export --squash-names` does it; names in a run are whole", bool, "true or false"),
     "append_output": _unneeded("a resumed run joins the former one by its name (`run`)", list, "a list of two times"),
 }
-"""What msProbe reads, in the order in which ours is written."""
+"""Key that msProbe reads -> what maps it, in the order in which the trainer's config is written."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 from sentinel.place import Place
@@ -107,15 +107,15 @@ def msprobe(
     elif num_steps:
         click.echo(str(target))
     if num_steps:
-        say(f"{num_rows} rows of {num_steps} steps in {target}")
+        to_stderr(f"{num_rows} rows of {num_steps} steps in {target}")
     else:
-        say(f"{directory}: no lines of tensors there")
-    _say_unread(unread, results)
+        to_stderr(f"{directory}: no lines of tensors there")
+    _report_unread(unread, results)
     return CLEAN if num_steps else FOUND
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How the ranks are laid out; all None: nobody said."""
+    """Sizes of the tp, dp and pp axes of the recorded run; all None: not given."""
 
     tp: int = 1
     dp: int = 1
@@ -139,7 +139,7 @@ class Sizes(msgspec.Struct, frozen=True):
         return sizes
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is: tp counts fastest, then dp, then pp. Unknown sizes: each rank by itself."""
+        """Return the place of a rank: tp counts fastest, then dp, then pp. Unknown sizes: no rank shares an axis."""
         if not self.is_known:
             return Place(rank=rank, world_size=self.world_size, dp_rank=rank, dp_size=self.world_size)
         return Place(
@@ -150,7 +150,7 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """What became of one rank's folder."""
+    """What was read of one rank's folder."""
 
     rank: int
     num_rows: int
@@ -181,13 +181,13 @@ def _ranks(
 
 
 LIKE_TIME = re.compile(r"[A-Z][a-z]{2}\d{1,2}_\d{1,2}-\d{1,2}-\d{1,2}", re.ASCII)
-"""A folder's name that says a time; others begin with words of the user's."""
+"""Name of a folder that begins with a time; others begin with a word of the user's."""
 REPEATS = 1000
-"""Most times that a folder may tell of one step."""
+"""Most times that a folder may have one step."""
 
 
 def _began_ns(folder: RankFolder, year: int | None) -> int:
-    """Return when a folder was begun: as its name says, at UTC+8, in the year of its newest file unless told."""
+    """Return when a folder was begun: as its name says, at UTC+8, in the year of its newest file unless one is given."""
     from sentinel.exports.msprobe_format import TIME_OFFSET_S
     from sentinel.exports.msprobe_reading import csv_files
 
@@ -195,7 +195,7 @@ def _began_ns(folder: RankFolder, year: int | None) -> int:
     of_files = datetime.fromtimestamp(newest, UTC) + timedelta(seconds=TIME_OFFSET_S)
     began = of_files.replace(microsecond=0)
     if LIKE_TIME.fullmatch(folder.time):
-        # A 29 February is of the last leap year, unless the year was told.
+        # A 29 February is of the last leap year, unless the year was given.
         years = [year] if year is not None else range(of_files.year, of_files.year - 8, -1)
         found = next((moment for one in years if (moment := _moment(one, folder.time)) is not None), None)
         if found is None:
@@ -253,20 +253,22 @@ def _in_parallel(tasks: list[tuple[Path, ImportedRank, str, bool]], jobs: int) -
             raise
 
 
-def _say_unread(unread: Unread, results: list[Result]) -> None:
+def _report_unread(unread: Unread, results: list[Result]) -> None:
     if unread.num_no_tensor:
-        say(f"{unread.num_no_tensor} lines are of what is no tensor (None), which msProbe writes as NaN; they are left out")
+        to_stderr(
+            f"{unread.num_no_tensor} lines are of what is no tensor (None), which msProbe writes as NaN; they are left out"
+        )
     if unread.num_communication:
-        say(
+        to_stderr(
             f"{unread.num_communication} lines of collectives do not fit their header and are left out, the first is "
             f"{unread.first_communication}"
         )
     if unread.num_before_first:
-        say(f"{unread.num_before_first} lines are of the optimizer's state before step 0 and are left out")
+        to_stderr(f"{unread.num_before_first} lines are of the optimizer's state before step 0 and are left out")
     if unread.files:
-        say(f"{len(unread.files)} files hold no tensors and are left out: {', '.join(unread.files[:4])}")
+        to_stderr(f"{len(unread.files)} files hold no tensors and are left out: {', '.join(unread.files[:4])}")
     changed = sum(one.num_changed_weights for one in results)
     if changed:
-        say(f"{changed} weights are not those that the step before had left behind; the ones before the step count")
+        to_stderr(f"{changed} weights are not those that the step before had left behind; the ones before the step count")
     if any(one.has_running_sums for one in results):
-        say("gradients by micro-step are msProbe's: sums of the micro-steps so far, not each one's own")
+        to_stderr("gradients by micro-step are msProbe's: sums of the micro-steps so far, not each one's own")

@@ -15,7 +15,7 @@ from sentinel.errors import ConfigError, RuleError, SentinelError
 from sentinel.version import VERSION
 
 CLEAN, FOUND, BAD_USAGE, LINT_ONLY = 0, 1, 2, 3
-"""Exit codes: nothing to say, anomalies or errors found, the command itself was wrong, only lint."""
+"""Exit codes: nothing found, anomalies or errors found, bad usage of the command, only lint found."""
 
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("sentinel.cli.run:run", "Run a training command with a daemon beside it."),
@@ -39,7 +39,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("sentinel.cli.doctor:doctor", "Say what this machine offers and what is missing."),
     "demo": ("sentinel.cli.demo:demo", "Train a small model, plant a fault, and find it."),
 }
-"""Verb -> (where it lives, one line of help): a verb's module is imported when the verb is used."""
+"""Verb -> (module:command, one line of help). The module is imported when the verb is used."""
 
 
 class Verbs(click.Group):
@@ -50,7 +50,7 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a verb, imported now; None for no verb."""
+        """Return the command of a verb, imported now; None: there is no such verb."""
         if cmd_name not in VERBS:
             return None
         module, _, name = VERBS[cmd_name][0].partition(":")
@@ -92,13 +92,13 @@ def run_cli(arguments: Sequence[str] | None = None) -> int:
         error.show(sys.stderr)
         return BAD_USAGE if isinstance(error, click.UsageError) else error.exit_code
     except click.exceptions.Abort:
-        say("interrupted")
+        to_stderr("interrupted")
         return 130
     except (ConfigError, RuleError) as error:
-        say(str(error))
+        to_stderr(str(error))
         return BAD_USAGE
     except SentinelError as error:
-        say(str(error))
+        to_stderr(str(error))
         return FOUND
     except BrokenPipeError:
         # Whoever read our output left; Python must not complain about it at exit.
@@ -106,16 +106,16 @@ def run_cli(arguments: Sequence[str] | None = None) -> int:
         return CLEAN
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        say(f"{where}{error.strerror or error}")
+        to_stderr(f"{where}{error.strerror or error}")
         return FOUND
     except sqlite3.Error as error:
-        say(f"journal: {error}")
+        to_stderr(f"journal: {error}")
         return FOUND
     return result if isinstance(result, int) else CLEAN
 
 
-def say(text: str) -> None:
-    """Write one line of talk to stderr."""
+def to_stderr(text: str) -> None:
+    """Write one line to stderr."""
     click.echo(f"sentinel: {text}", err=True)
 
 

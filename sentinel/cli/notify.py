@@ -1,4 +1,4 @@
-"""`sentinel notify test`: send one message to every sink, now, and say what came of it."""
+"""`sentinel notify test`: send one message to every sink, now, and print the outcomes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.errors import ConfigError
 
 
@@ -26,7 +26,9 @@ def notify() -> None:
 def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
     """Send a test message to the configured sinks. Exit 1 when one of them did not take it."""
     from sentinel.daemon.config import load_config, placed
+    from sentinel.exception_words import described
     from sentinel.report.alert import sample_alert
+    from sentinel.report.sinks.delivery import Delivery, checked
     from sentinel.report.sinks.sink_table import build_sink
 
     settings = load_config(Path(config)).notify
@@ -35,7 +37,7 @@ def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
         if name not in known:
             raise ConfigError(f'--sink "{name}": unknown; known: {", ".join(known) or "none"}')
     if not known:
-        say(f"{config} names no sinks under notify.sinks: nobody would be told")
+        to_stderr(f"{config} names no sinks under notify.sinks: nobody would be told")
         return FOUND
     is_clean = True
     for one in settings.sinks:
@@ -46,7 +48,10 @@ def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
             sink = build_sink(one, settings, os.environ, sys.stderr)
         except ConfigError as error:
             raise placed(error, Path(config)) from error
-        delivery = sink.deliver([sample_alert(one.name, now)], now)
+        try:
+            delivery = checked(sink.deliver([sample_alert(one.name, now)], now))
+        except Exception as error:  # another package's code may fail in any way
+            delivery = Delivery(outcome="failed", detail=described(error))
         is_clean = is_clean and delivery.outcome == "sent"
         if as_json:
             click.echo(json.dumps({"sink": one.name, "outcome": delivery.outcome, "detail": delivery.detail}))

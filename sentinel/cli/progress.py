@@ -1,4 +1,4 @@
-"""Where a run that trains stands, read from the ends of its spools: no daemon needed."""
+"""RunProgress: the newest step and attempt of a run that trains, read from the ends of its spools; no daemon needed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sentinel.wire.spool_reader import SpoolReader
 TAIL_BYTES = 4 * 2**20
 """Bytes read from the end of a spool to learn its rank's step; a bound on time that mostly holds a second's heartbeat."""
 MAX_INCARNATIONS = 16
-"""Spools looked at, the newest ones: ranks of one run are a step or two apart."""
+"""Most spools that are read, the newest ones: ranks of one run are a step or two apart."""
 SILENT_S = 60.0
 """Seconds without a frame of any rank, heartbeats included, after which a run counts as reading no command. Too small: one
 that is stopped for a moment does; too large: a person waits for ranks that are gone."""
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of the newest attempt said last; None where nothing says it."""
+    """What the newest frames of the ranks of the newest attempt say; None: they do not say it."""
 
     newest_step: int | None = None
-    """Newest step that any rank is in or has spoken for."""
+    """Newest step that any rank is in or has ended."""
     step_time_s: float | None = None
     attempt: int = ANY_ATTEMPT
-    why_deaf: str = ""
-    """Why nobody would read a command; empty when somebody does, or when the run has not begun."""
+    why_unresponsive: str = ""
+    """Why no rank would read a command, in words; empty: one does, or the run has not begun."""
 
 
 class _Tail(msgspec.Struct):
@@ -42,7 +42,7 @@ class _Tail(msgspec.Struct):
 
 
 def progress_of(run_dir: Path, now: float | None = None) -> RunProgress:
-    """Return where the ranks of a run stand. now: seconds since the epoch."""
+    """Return the progress of a run. now: seconds since the epoch; None: the time of the clock."""
     now = time.time() if now is None else now
     files: list[tuple[float, Path, int, int]] = []
     for folder in (run_dir / "spool").glob("r*"):
@@ -60,16 +60,16 @@ def progress_of(run_dir: Path, now: float | None = None) -> RunProgress:
     steps = [tail.newest_step for _, tail in mine if tail.newest_step is not None]
     times = [tail.step_time_s for _, tail in mine if tail.step_time_s is not None]
     age = now - max(received for received, _ in mine)
-    why_deaf = ""
+    why_unresponsive = ""
     if all(tail.has_ended for _, tail in mine):
-        why_deaf = "every rank has ended"
+        why_unresponsive = "every rank has ended"
     elif age > SILENT_S:
-        why_deaf = f"no rank has written anything for {_words(age)}: killed, or hanging as a whole"
+        why_unresponsive = f"no rank has written anything for {_words(age)}: killed, or hanging as a whole"
     return RunProgress(
         newest_step=max(steps, default=None),
         step_time_s=times[-1] if times else None,
         attempt=ANY_ATTEMPT if attempt == NO_ATTEMPT else attempt,
-        why_deaf=why_deaf,
+        why_unresponsive=why_unresponsive,
     )
 
 

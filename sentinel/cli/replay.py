@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from sentinel.cli.code import allow_code_option
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 
 
@@ -60,8 +60,8 @@ def replay(
     if recompute or packs:
         return FOUND if result.num_anomalies else CLEAN
     if result.num_incomplete:
-        say(f"{result.num_incomplete} steps are no longer whole in the spool; their judgements may differ")
+        to_stderr(f"{result.num_incomplete} steps are no longer whole in the spool; their judgements may differ")
     if result.first_difference is not None:
-        say(f"not identical: {result.first_difference}")
+        to_stderr(f"not identical: {result.first_difference}")
         return FOUND
     return FOUND if result.num_incomplete else CLEAN

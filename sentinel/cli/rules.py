@@ -9,7 +9,7 @@ import msgspec
 
 from sentinel.cli.backtest import backtest
 from sentinel.cli.code import allow_code_option
-from sentinel.cli.main import CLEAN, say
+from sentinel.cli.main import CLEAN, to_stderr
 from sentinel.cli.rules_test import test
 
 
@@ -45,9 +45,9 @@ def check(paths: tuple[str, ...], no_builtin: bool, run: str | None, as_json: bo
     for note in result.lint:
         click.echo(f"{note} (lint)")
     if result.errors:
-        say(f"{len(result.errors)} error{'s' if len(result.errors) > 1 else ''}")
+        to_stderr(f"{len(result.errors)} error{'s' if len(result.errors) > 1 else ''}")
     else:
-        say(f"{result.num_rules} rules, pack {result.pack_hash}: {'lint only' if result.lint else 'clean'}")
+        to_stderr(f"{result.num_rules} rules, pack {result.pack_hash}: {'lint only' if result.lint else 'clean'}")
     return result.exit_code
 
 

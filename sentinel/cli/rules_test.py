@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from sentinel.cli.code import allow_code_option
-from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
 
 if TYPE_CHECKING:
     from sentinel.document import Problem
@@ -64,14 +64,14 @@ def test(files: tuple[str, ...], packs: tuple[str, ...], only: str | None, as_js
             ]
             if not unknown:
                 results.append(run_rule_test(file, rule_test, pack))
-                _tell(results[-1], as_json)
+                _print_result(results[-1], as_json)
     for problem in problems:
         click.echo(str(problem), err=True)
     failed = [one for one in results if one.failures]
-    say(f"{len(results)} test{'' if len(results) == 1 else 's'}, {len(failed)} failed"
+    to_stderr(f"{len(results)} test{'' if len(results) == 1 else 's'}, {len(failed)} failed"
         + (f"; {len(problems)} problem{'' if len(problems) == 1 else 's'} before that" if problems else ""))  # fmt: skip
     if not results and not problems:
-        say(f'no test has a name that matches "{only}"')
+        to_stderr(f'no test has a name that matches "{only}"')
     return BAD_USAGE if problems or not results else FOUND if failed else CLEAN
 
 
@@ -89,7 +89,7 @@ def _near(rule: str, pack: Pack) -> str:
     return nearest(rule, [one.name for one in pack.rules])
 
 
-def _tell(result: RuleTestResult, as_json: bool) -> None:
+def _print_result(result: RuleTestResult, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(result).decode())
         return

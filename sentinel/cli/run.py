@@ -20,9 +20,9 @@ from sentinel.cli.child import Child
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
 from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
-from sentinel.cli.main import FOUND, say
+from sentinel.cli.main import FOUND, to_stderr
 from sentinel.cli.places import run_name, runs_directory
-from sentinel.cli.status import recorded_losses
+from sentinel.cli.status import recorded_failures, recorded_losses
 from sentinel.daemon.command_note import CommandNote, write_note
 from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
 from sentinel.incident import Incident
@@ -107,7 +107,7 @@ def run(
     try:
         companion = None
         if not problem:
-            say(f"run {name} in {run_dir}; talk of the daemon in {state / 'daemon.log'}")
+            to_stderr(f"run {name} in {run_dir}; talk of the daemon in {state / 'daemon.log'}")
             companion = Companion(arguments, state / "daemon.log")
         is_reported = False
         while child.poll() is None:
@@ -116,7 +116,7 @@ def run(
                 problem = companion.problem or companion.setback
             if problem and not is_reported:
                 is_reported = True
-                say(f"the command runs on UNWATCHED: {problem}")
+                to_stderr(f"the command runs on UNWATCHED: {problem}")
             note = _noted(run_dir, child, began, note, is_used=not problem)
             time.sleep(POLL_S)
         _noted(run_dir, child, began, note, is_used=companion is not None)
@@ -126,14 +126,14 @@ def run(
         child.close()
     code = child.code if child.code is not None else 1
     if not is_drained:
-        say(f"NOT everything was watched: {problem}")
+        to_stderr(f"NOT everything was watched: {problem}")
     report, *further = [_reported(one, code, is_drained) for one in (run_dir, *further_runs(run_dir))]
     nothing = why_nothing(run_dir, began)
     if nothing:
-        say(nothing)
+        to_stderr(nothing)
     if not quiet:
         for line in [line for one in (report, *further) for line in report_lines(one)]:
-            say(line)
+            to_stderr(line)
     if report_file:
         _write_report(Path(report_file), report | ({"further_runs": further} if further else {}))
     worst, is_clean = max(_worst(one) for one in (report, *further)), is_drained and not nothing
@@ -143,7 +143,7 @@ def run(
 
 
 def _noted(run_dir: Path, child: Child, began: float, note: CommandNote, *, is_used: bool) -> CommandNote:
-    """Tell the daemon what it cannot see of the command, when that changed; returns what it was told."""
+    """Write for the daemon what it cannot see of the command, when that changed; return what was written."""
     ended = 0.0 if child.code is None else time.time()
     new = CommandNote(pid=child.pid, began=began, ended=ended, signals=child.signals, code=child.code)
     if new != note and is_used:
@@ -158,7 +158,7 @@ def _prepare(run_dir: Path) -> str:
         for one in (run_dir, run_dir / "spool"):
             make_directory(one)
             if said := tighten(one):
-                say(said)
+                to_stderr(said)
             refuse_foreign(one)
     except StoreError as error:
         return str(error)
@@ -168,11 +168,11 @@ def _prepare(run_dir: Path) -> str:
 
 
 def _reported(run_dir: Path, code: int, is_drained: bool) -> dict[str, Any]:
-    """Return the report; where its files cannot be read, an incomplete one, said: the command's exit code stands."""
+    """Return the report; an incomplete one, reported on stderr, where its files cannot be read."""
     try:
         return make_report(run_dir, code, is_drained)
     except (OSError, ValueError, SentinelError, sqlite3.Error) as error:
-        say(f"the report is not complete: {error}")
+        to_stderr(f"the report is not complete: {error}")
         return {
             "run": run_dir.name, "directory": str(run_dir), "exit_code": code, "is_complete": False,
             "num_anomalies": 0, "incidents": [],
@@ -180,7 +180,10 @@ def _reported(run_dir: Path, code: int, is_drained: bool) -> dict[str, Any]:
 
 
 def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, Any]:
-    """Return what is known of a run when its command ended: JSON, the newest revision of every incident in it."""
+    """Return the report of a run whose command ended, JSON-able, with the newest revision of every incident.
+
+    is_drained: the daemon had judged every step.
+    """
     newest: dict[str, Incident] = {}
     path = run_dir / "incidents.jsonl"
     decode = msgspec.json.Decoder(Incident).decode
@@ -192,12 +195,12 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     num_anomalies = sum(
         b'"event":"onset"' in line for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for line in _lines(file)
     )
-    losses, course = RunLosses(), Course()
+    losses, course, failures = RunLosses(), Course(), list[str]()
     paths = RunPaths.of(run_dir)
     if paths.journal.exists():
         journal = Journal(paths.journal, read_only=True)
         try:
-            losses, course = recorded_losses(journal), course_of(journal)
+            losses, course, failures = recorded_losses(journal), course_of(journal), recorded_failures(journal)
         finally:
             journal.close()
     return {
@@ -208,6 +211,7 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
         "num_rows_lost": losses.num_rows,
         "losses": losses.words,
         **course_report(course),
+        "failures": failures,
         "num_anomalies": num_anomalies,
         "incidents": [msgspec.to_builtins(incident) for incident in newest.values()],
     }
@@ -221,6 +225,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"{_number(len(incidents), 'incident', 'incidents')}"
     ]
     lines += [f"  {line}" for line in course_in(report).lines]
+    lines += [f"  OFF      {failure}" for failure in report.get("failures", ())]
     if report.get("losses"):
         lines.append(f"  LOST     {report['losses']}: this report is not complete")
     ranked = sorted(incidents, key=lambda one: (-Severity(one["severity"]).level, one["opened_step"], one["id"]))
@@ -241,7 +246,7 @@ def _write_report(path: Path, report: dict[str, Any]) -> None:
         path.write_text(text, "utf-8")
     except OSError as error:
         # The command's exit code matters more than our report; what it says is in the run's files too.
-        say(f"the report could not be written: {path}: {error.strerror or error}; see {report['directory']}")
+        to_stderr(f"the report could not be written: {path}: {error.strerror or error}; see {report['directory']}")
 
 
 def _worst(report: dict[str, Any]) -> int:

@@ -62,8 +62,8 @@ def serve(
     """
     import msgspec
 
-    from sentinel.daemon.app import Daemon, ServeOptions
     from sentinel.daemon.config import load_config, placed
+    from sentinel.daemon.daemon import Daemon, ServeOptions
     from sentinel.daemon.http.config import HttpConfig
 
     logging.basicConfig(

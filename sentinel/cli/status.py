@@ -13,9 +13,10 @@ import msgspec
 
 from sentinel.anomaly import Severity
 from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.daemon.notes import Notes, note_lines
+from sentinel.daemon.run_notices import FAILURES_FACT
 from sentinel.errors import SentinelError
 from sentinel.incident import Incident
 from sentinel.ingest.run_losses import RunLosses
@@ -36,13 +37,13 @@ def status(where: str | None, as_json: bool) -> int:
     home = runs_directory() if where is None else Path(where)
     runs = runs_in(home) or ([] if where is None else runs_in(find_run(where)))
     if not runs:
-        say(f"{home}: no runs there")
+        to_stderr(f"{home}: no runs there")
     is_clean = True
     for run in runs:
         try:
             state = run_status(run)
         except (SentinelError, sqlite3.Error) as error:  # one broken journal hides no other run
-            say(f"{printable(run.name)}: {error}")
+            to_stderr(f"{printable(run.name)}: {error}")
             is_clean = False
             continue
         open_incidents = [one for one in state["incidents"] if one["state"] == "open"]
@@ -78,7 +79,7 @@ def status(where: str | None, as_json: bool) -> int:
 
 
 def run_status(run_dir: Path) -> dict[str, Any]:
-    """Return what the journal knows of a run, JSON; null where it knows nothing."""
+    """Return the state of a run from its journal, JSON-able; null: the journal does not have it."""
     paths = RunPaths.of(run_dir)
     state: dict[str, Any] = {
         "run": paths.name,
@@ -108,12 +109,12 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     try:
         state["num_decisions"], state["num_judged"] = journal.last_seq, journal.judged
         state["num_anomalies"] = journal.found.num_onsets()
-        state["replicas"] = journal.facts.recall("replicas")
+        state["replicas"] = journal.values.get("replicas")
         state |= course_report(course_of(journal))
         losses = recorded_losses(journal)
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
-        state["notes"] = json.loads(journal.facts.recall("notes") or "null")
-        state["config"] = json.loads(journal.facts.recall("config") or "null")
+        state["notes"] = json.loads(journal.values.get("notes") or "null")
+        state["config"] = json.loads(journal.values.get("config") or "null")
         for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
             newest = msgspec.msgpack.decode(body, type=_DecisionStep)
             # A rank may be found stale before any step is closed.
@@ -129,8 +130,13 @@ def run_status(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded_losses(journal: Journal) -> RunLosses:
-    """Return what the journal says was lost before it could be judged."""
-    return msgspec.json.decode(journal.facts.recall("losses") or "{}", type=RunLosses)
+    """Return the rows and steps that were lost before they were judged, from the journal."""
+    return msgspec.json.decode(journal.values.get("losses") or "{}", type=RunLosses)
+
+
+def recorded_failures(journal: Journal) -> list[str]:
+    """Return which rules the journal says are off because the code of others failed, and why."""
+    return msgspec.json.decode(journal.values.get(FAILURES_FACT) or "[]", type=list[str])
 
 
 class _DecisionStep(msgspec.Struct):

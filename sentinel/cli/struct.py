@@ -1,4 +1,4 @@
-"""`sentinel struct`: the structure of a model as its ranks see it, asked for without stopping the training."""
+"""`sentinel struct`: the structure of a model as its ranks see it, recorded while the training goes on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.cli.control import commands_of, parse_step, say_deaf, show
-from sentinel.cli.main import CLEAN, FOUND, say
+from sentinel.cli.control import commands_of, parse_step, show, warn_if_unresponsive
+from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 from sentinel.cli.progress import progress_of
 from sentinel.structure_file import STRUCTURE, ModuleShown, Shown, StructureFile, read_structure
@@ -55,8 +55,10 @@ def struct(
     found = _files(run_dir, rank)
     if not found:
         whose = "" if rank is None else f" of rank {rank}"
-        say(f"{run_dir}: no structure{whose} there; `sentinel struct RUN --ask` asks a run that trains, `struct: true` in "
-            "the trainer's config writes it at the first step")  # fmt: skip
+        to_stderr(
+            f"{run_dir}: no structure{whose} there; `sentinel struct RUN --ask` asks a run that trains, `struct: true` in "
+            "the trainer's config writes it at the first step"
+        )
         return FOUND
     if as_json and form == "tree":
         for file in found:
@@ -64,7 +66,7 @@ def struct(
         return CLEAN
     file = _only(found[0], names)
     if not any(chunk.modules for chunk in file.chunks):
-        say(f"no module is called {' or '.join(names)}; `sentinel struct RUN` names all")
+        to_stderr(f"no module is called {' or '.join(names)}; `sentinel struct RUN` names all")
         return FOUND
     if form == "msprobe":
         click.echo(msgspec.json.format(msgspec.json.encode(_as_msprobe(file)), indent=2).decode())
@@ -77,7 +79,7 @@ def struct(
             for line in _lines(module, with_stack):
                 click.echo(line)
     if len(found) > 1:
-        say(f"ranks {', '.join(str(one.rank) for one in found[1:17])} wrote theirs too: --rank R")
+        to_stderr(f"ranks {', '.join(str(one.rank) for one in found[1:17])} wrote theirs too: --rank R")
     return CLEAN
 
 
@@ -90,7 +92,7 @@ def _ask(run_dir: Path, rank: int | None, wait_s: float) -> int:
         at_step=parse_step(run_dir, "auto", progress), ranks=() if rank is None else (rank,),
         reason="asked for at the command line", now=now,
     )  # fmt: skip
-    if say_deaf(run_dir, progress) != CLEAN:
+    if warn_if_unresponsive(run_dir, progress) != CLEAN:
         return FOUND
     if not wait_s:
         show(run_dir, command, False)
@@ -104,7 +106,7 @@ def _ask(run_dir: Path, rank: int | None, wait_s: float) -> int:
         if len(fresh) >= wanted:
             return CLEAN
         time.sleep(_LOOK_S)
-    say(f"{len(fresh)} of {wanted} ranks answered within {wait_s:g} s; allow_commands must name DescribeStructure")
+    to_stderr(f"{len(fresh)} of {wanted} ranks answered within {wait_s:g} s; allow_commands must name DescribeStructure")
     return CLEAN if fresh else FOUND
 
 
@@ -119,7 +121,7 @@ def _files(run_dir: Path, rank: int | None) -> list[StructureFile]:
         try:
             file = read_structure(path)
         except (OSError, msgspec.DecodeError) as error:
-            say(f"{path}: {error}")
+            to_stderr(f"{path}: {error}")
             continue
         if rank is None or file.rank == rank:
             files.append(file)

@@ -11,19 +11,19 @@ import click
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, say
+from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.cli.text_table import show_table
 from sentinel.explain.selection import ORDERS
 from sentinel.explain.topk import RESULT_NAME, TopEntry, TopK
 from sentinel.explain.topk import topk as find_topk
-from sentinel.incidents.titles import born_words
+from sentinel.incidents.titles import origin_words
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.run_name import FOLDER
 
 MAX_STEPS = 1_000_000
-"""Steps that may be named; a bound on memory: each is held as an integer."""
+"""Most steps that may be named; a bound on memory: each is held as an integer."""
 
 
 def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> frozenset[int] | None:
@@ -89,17 +89,17 @@ def topk(
     directory = place_of(directory, incident)
     found = find_topk(directory, k, steps, incident, order=order, min_severity=Severity(min_severity), all_alike=all_alike)
     for path in found.torn:
-        say(f"{path}: the last record is half written; it was left out")
+        to_stderr(f"{path}: the last record is half written; it was left out")
     if found.num_malformed:
-        say(f"{found.num_malformed} lines could not be read, the first at {found.malformed[0]}")
+        to_stderr(f"{found.num_malformed} lines could not be read, the first at {found.malformed[0]}")
     if not found.num_files:
-        say(f"{directory}: no anomaly files there")
+        to_stderr(f"{directory}: no anomaly files there")
     home = Path(directory)
     target = Path(out) if out else home if home.is_dir() else home.parent
     try:
         write_analysis(target / RESULT_NAME, found)
     except OSError as error:
-        say(f"{target}: cannot write {RESULT_NAME}: {error.strerror}; give a directory with -o OUT")
+        to_stderr(f"{target}: cannot write {RESULT_NAME}: {error.strerror}; give a directory with -o OUT")
         return BAD_USAGE
     if as_json:
         click.echo(json.dumps(as_object(found), allow_nan=False))
@@ -110,7 +110,7 @@ def topk(
 
 
 def place_of(directory: str | None, incident: str | None) -> str:
-    """Return the path that is meant: a run by its name, the newest one, or the one in `directory` that has the incident."""
+    """Return the path of the run: by its name, the newest one, or the one in `directory` that has the incident."""
     if incident is not None:
         # It brings all that stories need, which the plain case should not wait for.
         from sentinel.cli.explain import run_with_incident
@@ -124,14 +124,14 @@ def place_of(directory: str | None, incident: str | None) -> str:
 
 
 def _is_one_run(path: Path) -> bool:
-    """Tell whether a directory is one run's, or holds anomalies itself."""
+    """Return whether a directory is one run's, or holds anomalies itself."""
     if (path / "anomalies").is_dir() or (path / "incidents.jsonl").is_file():
         return True
     return not any((one / "incidents.jsonl").is_file() for one in path.iterdir() if one.is_dir())
 
 
 def write_analysis(path: Path, found: TopK) -> None:
-    """Write the result whole or not at all. OSError where that cannot be."""
+    """Write the result to a file, whole or not at all. OSError where the disk refuses."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -147,7 +147,7 @@ def as_object(found: TopK) -> dict[str, Any]:
     return {
         "anomalies": [entry.record for entry in found.entries],
         "worst": None if worst is None else worst.record,
-        "worst_in_words": None if worst is None else born_words(worst.anomaly),
+        "worst_in_words": None if worst is None else origin_words(worst.anomaly),
         "origins": [_origin_of(entry, found) for entry in found.entries],
         "num_anomalies": found.num_anomalies,
         "num_unwritten": found.num_unwritten,
@@ -158,7 +158,7 @@ def as_object(found: TopK) -> dict[str, Any]:
 
 
 def _origin_of(entry: TopEntry, found: TopK) -> dict[str, Any]:
-    """Return where one was born, as far as it and those of its step that are shown can tell."""
+    """Return the origin of an anomaly, as far as the anomalies of its step that are shown determine it."""
     of_step = [one.anomaly for one in found.entries if one.anomaly.step == entry.anomaly.step]
     reported: dict[str, Any] = msgspec.to_builtins(origin(entry.anomaly, of_step))
     return reported
@@ -168,7 +168,7 @@ COLUMNS = ("#", "step", "micro", "rank", "stage", "kind", "name", "statistic", "
 
 
 def row_of(number: int, anomaly: Anomaly) -> tuple[str, ...]:
-    """Return an anomaly as the cells of the table."""
+    """Return the cells of an anomaly's row. number: 1 for the first."""
     value = anomaly.value_text or ("" if anomaly.value is None else f"{anomaly.value:.5g}")
     stage = f"{anomaly.pp_stage}" if anomaly.vpp_stage == 0 else f"{anomaly.pp_stage}.{anomaly.vpp_stage}"
     micro = "" if anomaly.micro_step is None else str(anomaly.micro_step)
@@ -185,10 +185,10 @@ def show(found: TopK) -> None:
     files = f"{found.num_files} file" + ("" if found.num_files == 1 else "s")
     cut = f", {found.num_unwritten} of them not written" if found.num_unwritten else ""
     shown = f"{found.num_anomalies} anomalies in {files}{cut}; the {len(rows)} earliest are shown"
-    say(shown if rows else f"no anomalies in {files}")
+    to_stderr(shown if rows else f"no anomalies in {files}")
     if found.worst is not None:
-        say(f"first critical: {born_words(found.worst.anomaly)}")
+        to_stderr(f"first critical: {origin_words(found.worst.anomaly)}")
     elif found.entries:
         shown_ones = [entry.anomaly for entry in found.entries]
         first = shown_ones[leading_causes(shown_ones)[0]]
-        say(f"first of the gravest shown: {born_words(first)}")
+        to_stderr(f"first of the gravest shown: {origin_words(first)}")

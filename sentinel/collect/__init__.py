@@ -5,6 +5,6 @@ In: a model, its optimizers, what the config wants. Out: frames of rows and even
 `step_runner.py` ends it; `hooks/` and `compiled/` see tensors pass,
 `parallel/` knows where they are placed, `schedule/` what is measured now, `kernels/` and `probes/` measure, `rows/` keep it
 for the step, `writing/` folds it and makes frames of it in a thread of its own, `retention/` says what is kept when there is
-no room for all, `lifecycle/` watches the process, `adapters/` speak to trainers.
+no room for all, `lifecycle/` watches the process, `adapters/` know the trainers.
 Never: waits for the device, communicates, raises into training, judges.
 """

@@ -13,7 +13,7 @@ from sentinel.collect.adapters.port import AdapterPort, TrainerSteps, TrainerTen
 from sentinel.collect.attempt import NO_ATTEMPT, RankAttempt
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.gradient_watch import GradientWatch
-from sentinel.collect.hooks.guard import HookGuard
+from sentinel.collect.hooks.hook_guard import HookGuard
 from sentinel.collect.hooks.loss_scale import LossScale
 from sentinel.collect.hooks.parameter_watch import ParameterWatch
 from sentinel.collect.hooks.parameters import WatchedParameters
@@ -79,22 +79,22 @@ def assemble(
         choose_kernel(device), table, max_rows=config.max_rows, zero_eps=config.zero_eps, checksum=config.checksum
     )
     guard = HookGuard(recording, lambda: count.current)
-    place = RankPlace(models, topology, table, recording.tell, given_divisor=config.gradient_divisor)
+    place = RankPlace(models, topology, table, recording.report, given_divisor=config.gradient_divisor)
     plan = Plan(config.measurement, source.text_hash, lambda: place.rank)
     recording.costs.is_due = plan.takes
     sites = Sites(table, recording, plan, config.site_placements)
     recorder = Recorder(recording, sites, guard)
-    parameters = WatchedParameters(table, recording.tell, plan)
+    parameters = WatchedParameters(table, recording.report, plan)
 
     # What is due in a step.
-    pacing = Pacing(plan, recording.tell)
+    pacing = Pacing(plan, recording.report)
     events = Events(guard, recording.costs)
-    orders = CommandInbox(
+    inbox = CommandInbox(
         config.allow_commands, plan,
         step=lambda: count.current, rank=lambda: place.rank, acknowledge=lambda answer: handover.acknowledge(answer),
         attempt=ANY_ATTEMPT if attempt.attempt == NO_ATTEMPT else attempt.attempt,
     )  # fmt: skip
-    planning = Planning(plan, orders, pacing, sites, recording, chunks, events, place)
+    planning = Planning(plan, inbox, pacing, sites, recording, chunks, events, place)
     descriptor = RankDescriptor(
         source, place, recording, chunks, plan, count, boundary=lambda: boundary.name, start=attempt.start
     )
@@ -114,13 +114,13 @@ def assemble(
     )  # fmt: skip
     updates = UpdateWatch(running, plan, events, scalars)
     boundary = Boundary(
-        gradients.ready, gradients.doomed, guard, updates.stepped, updates.stepping,
+        gradients.ready, gradients.zeroing, guard, updates.stepped, updates.stepping,
         parameters.reopen, lambda: [one.param for one in parameters.all],
     )  # fmt: skip
     pipelines = PipelineWatch(place.note_stage, gradients.rewritten)
 
     # Who begins and ends steps.
-    understanding = Understanding(boundary, recording.tell, is_speaker=lambda: place.is_speaker)
+    understanding = Understanding(boundary, recording.report, logs_loss=lambda: place.logs_loss)
     locator = Locator(place, recorder, parameters, pipelines, chunks, attempt)
     runner = StepRunner(count, running, recorder, boundary, locator, planning, weights, events, understanding, chunks)
     passes = TrainingPasses(
@@ -138,13 +138,13 @@ def assemble(
         watches=(gradients.clips, pipelines, loss_scale, waits),
         probes=[*(probe(instruments) for probe in PROBES), *made(probes_of_others, instruments)],
     )  # fmt: skip
-    edits = ConfigEdits(source, orders, recording.tell)
+    edits = ConfigEdits(source, inbox, recording.report)
     try:
         installation.install(models, optimizers, config.blocks, first_step)
         handover = Handover(
             attempt.directory, incarnation=incarnation, run=attempt.run, attempt=attempt.attempt, rank=place.rank,
             max_bytes=config.spool.max_bytes, file_bytes=config.spool.file_bytes, queue_bytes=config.spool.queue_bytes,
-            descriptor=descriptor.make(), position=weakly(runner.position), on_command=weakly(orders.receive),
+            descriptor=descriptor.make(), position=weakly(runner.position), on_command=weakly(inbox.receive),
             on_refused=weakly(recording.refused),
         )  # fmt: skip
         edits.start()

@@ -121,7 +121,7 @@ class Monitor:
             self.runner.running.note_activity(name)
         else:
             message = f"activity {name!r} is none of {', '.join(ACTIVITIES)}"
-            self.recorder.recording.tell("unknown_activity", message, name)
+            self.recorder.recording.report("unknown_activity", message, name)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

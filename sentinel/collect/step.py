@@ -27,7 +27,7 @@ class Boundary:
     def __init__(
         self,
         on_gradients_ready: Callable[[Params | None], None],
-        on_gradients_doomed: Callable[[Params | None], None],
+        on_zeroing: Callable[[Params | None], None],
         guard: Callable[[str, Exception], None],
         on_stepped: Callable[[Any], None] = lambda optimizer: None,
         on_stepping: Callable[[Any], None] = lambda optimizer: None,
@@ -47,7 +47,7 @@ class Boundary:
         """The trainer said that the step is over, and whether it left its weights alone."""
         self._first_to_step: WatchedOptimizer | None = None
         self._on_gradients_ready = on_gradients_ready
-        self._on_gradients_doomed = on_gradients_doomed
+        self._on_zeroing = on_zeroing
         self._on_stepped = on_stepped
         self._on_stepping = on_stepping
         self._on_reopened = on_reopened
@@ -109,7 +109,7 @@ class Boundary:
             return
         if not self.watched:
             if self.is_dirty:
-                self._on_gradients_doomed(None)
+                self._on_zeroing(None)
                 self.thrown_away()
             return
         dirty = [w for w in ([watched] if watched is not None else self.watched) if w.is_dirty]
@@ -118,7 +118,7 @@ class Boundary:
         if self._phases.have_moved(dirty):
             self._end_first_phase(dirty)
             return
-        self._on_gradients_doomed([p for w in dirty for p in w.params()] if watched is not None else None)
+        self._on_zeroing([p for w in dirty for p in w.params()] if watched is not None else None)
         stepped = [w for w in self.watched if w.has_stepped]
         for one in dirty:
             one.is_dirty = False
@@ -132,7 +132,7 @@ class Boundary:
             # The optimizer that steps first in every round begins the next one without having stepped in this.
             self._is_over = True
 
-    # -- what happens: told by the monitor and adapters ------------------------------------------------------------
+    # -- what happens: reported by the monitor and adapters ------------------------------------------------------------
 
     def mark_backward(self) -> None:
         """A backward ran: gradients that someone may throw away now exist."""

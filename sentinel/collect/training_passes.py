@@ -89,7 +89,7 @@ class TrainingPasses:
         if self._runner.running.is_begun and self._boundary.is_over:
             self._runner.end()
         if self._runner.begin_if_new():
-            self._recorder.recording.tell(
+            self._recorder.recording.report(
                 "blind_forward",
                 "an optimizer steps, but no training forward of the attached model was seen: was it compiled or copied "
                 "after attach? Parameters and gradients are measured, the black box is blind; attach to what is called",

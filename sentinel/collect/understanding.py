@@ -29,11 +29,11 @@ SKIPPED_SHARE = 0.4
 class Understanding:
     """Called at the end of every step; logs each finding at most once."""
 
-    def __init__(self, boundary: Boundary, tell: Callable[[str, str], None], *, is_speaker: Callable[[], bool]) -> None:
-        """is_speaker: whether this rank is one that would log the loss; others say nothing of it."""
+    def __init__(self, boundary: Boundary, report: Callable[[str, str], None], *, logs_loss: Callable[[], bool]) -> None:
+        """logs_loss: whether this rank is one that would log the loss; others say nothing of it."""
         self._boundary = boundary
-        self._tell = tell
-        self._is_speaker = is_speaker
+        self._report = report
+        self._logs_loss = logs_loss
         self._num_steps = 0
         self._logged: set[str] = set()
         self._turns: deque[tuple[int, ...]] = deque(maxlen=NUM_ROUNDS)
@@ -58,11 +58,11 @@ class Understanding:
             self._see_skipped(SCALED_WINDOW if is_scaled else WINDOW)
 
     def _see_loss(self) -> None:
-        if not self._is_speaker() or any(is_loss(name) for name in self._logged):
+        if not self._logs_loss() or any(is_loss(name) for name in self._logged):
             return
         named = [name for name in sorted(self._logged) if "loss" in name.lower()]
         hint = f" (they do not look for {_listed(named[:4])})" if named else ""
-        # To the log alone: the daemon, which hears all ranks, knows whether any of them logs one later.
+        # To the log alone: the daemon, which reads all ranks, knows whether any of them logs one later.
         log.warning(
             "sentinel: no loss was logged with the first step: until one is, rules about the loss are blind%s. Behind each "
             "step, or every few: monitor.log(loss=loss); a tensor is not waited for", hint,
@@ -75,7 +75,7 @@ class Understanding:
         idle = [one.name for one in watched if one.is_idle]
         if idle:
             self._has_reported_turns = True
-            self._tell(
+            self._report(
                 "uneven_optimizers",
                 f"{_listed(idle)} did not step while another optimizer stepped {MAX_TURNS} times: until it does, a step is "
                 "one of the others. Where your step is another: monitor.step() at its end",
@@ -88,7 +88,7 @@ class Understanding:
         turns = self._turns[-1]
         if len(set(turns)) > 1 and list(self._turns).count(turns) > 1:
             said = [f"{one.name} steps {_times(times)}" for one, times in zip(watched, turns, strict=True)]
-            self._tell(
+            self._report(
                 "uneven_optimizers",
                 f"a step is one round of all optimizers, in which {_listed(said)}. Where your step is another: "
                 "monitor.step() at its end",
@@ -101,7 +101,7 @@ class Understanding:
         if len(newest) < window or sum(newest) < SKIPPED_SHARE * window:
             return
         self._has_reported_skipped = True
-        self._tell(
+        self._report(
             "steps_look_skipped",
             f"{sum(newest)} of the last {window} steps look skipped: no watched optimizer stepped in them. "
             "If the trainer did not skip them (its optimizer evaluates several times for one step, or was not given to "

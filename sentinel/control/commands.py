@@ -310,7 +310,9 @@ class RunCommands:
         status.state, status.reason = state, reason
         self.counts[state] += 1
         answers = dict(Counter(status.acks.values()))
-        self._audit(now, "desk", f"command.{state}", {"command": status.command.id, "reason": reason, "answers": answers})
+        self._audit(
+            now, "commands", f"command.{state}", {"command": status.command.id, "reason": reason, "answers": answers}
+        )
 
 
 def command_id(seq: int, at_step: int, what: str) -> str:

@@ -1,7 +1,7 @@
 """Edits of the trainer's config file: a text that stands still becomes one command, obeyed by every rank at one step.
 
 What is in force is what each rank's descriptor says. So a restart of the trainer, which reads the
-file anew, asks for nothing; nor does one of the daemon, which hears what the ranks measure by.
+file anew, asks for nothing; nor does one of the daemon, which reads what the ranks measure by.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class ConfigFileEdits:
             self._note_text(in_use, reading)
         problem = reading.problem or self._fixed(in_use, reading)
         if problem:
-            self._say_broken(reading, problem, now)
+            self._report_broken(reading, problem, now)
             return
         pending = [change for status, change in self._changes() if status.state in ("issued", "armed")]
         for change in pending:
@@ -180,21 +180,21 @@ class ConfigFileEdits:
             # Never read: another host, perhaps, and no fault. Read before: somebody took it away.
             if self.state.is_known:
                 self.state.problem = f"{self._file.problem}; the config in force stays"
-            self._say("unreadable", f"{self._file.problem}; edits of it are not seen here", now)
+            self._report("unreadable", f"{self._file.problem}; edits of it are not seen here", now)
         return None
 
     def _is_theirs(self, in_use: Mapping[int, ConfigInUse], reading: ConfigText, now: float) -> bool:
         paths, hashes = {one.path for one in in_use.values()}, {one.text_hash for one in in_use.values()}
         hosts = {one.host for one in in_use.values()}
         if len(paths) > 1:
-            return self._say("unreadable", f"the ranks read {len(paths)} config files: no edit is followed", now)
+            return self._report("unreadable", f"the ranks read {len(paths)} config files: no edit is followed", now)
         if reading.text_hash in hashes and len(hashes) == 1:
             self.state.is_known = True
         if self.state.is_known or hosts <= {self._host}:
             return True
         what = "other text than the ranks'" if len(hashes) == 1 else "one text, and the ranks have different ones"
         words = f"{self.state.path}: {what}, on another host: edits are not followed until they agree"
-        return self._say("unreadable", words, now)
+        return self._report("unreadable", words, now)
 
     # What it says.
 
@@ -213,7 +213,7 @@ class ConfigFileEdits:
             return str(error)
         return ""
 
-    def _say_broken(self, reading: ConfigText, problem: str, now: float) -> None:
+    def _report_broken(self, reading: ConfigText, problem: str, now: float) -> None:
         self.state.problem = problem
         if self.state.broken_hash == reading.text_hash:
             return
@@ -286,9 +286,9 @@ class ConfigFileEdits:
     def _give_up(self, problem: str, now: float) -> None:
         if self.state.problem != problem:
             self.state.problem = problem
-            self._say("given_up", problem, now)
+            self._report("given_up", problem, now)
 
-    def _say(self, outcome: str, message: str, now: float) -> bool:
+    def _report(self, outcome: str, message: str, now: float) -> bool:
         if message != self._said:
             self._said = message
             self.counts[outcome] += 1

@@ -60,17 +60,17 @@ class KnownCommands:
             and not command.targets
             and (not command.ranks or (bool(ranks) and set(ranks) <= set(command.ranks)))
             and not is_over(command, newest_step + 1)
-            for command in self._orders(("issued", "armed", "applied", "partial"))
+            for command in self._enabling(("issued", "armed", "applied", "partial"))
         )
 
     def is_on(self, newest_step: int) -> bool:
         """Return whether some rank obeys an order to measure more at `newest_step`."""
         return any(
             command.at_step <= newest_step and not is_over(command, newest_step)
-            for command in self._orders(("applied", "partial"))
+            for command in self._enabling(("applied", "partial"))
         )
 
-    def _orders(self, states: Collection[str]) -> list[EnableMonitoring]:
+    def _enabling(self, states: Collection[str]) -> list[EnableMonitoring]:
         return [
             status.command
             for status in self._statuses.values()

@@ -13,7 +13,7 @@ _NAME = "command.json"
 
 
 class CommandNote(msgspec.Struct, frozen=True, kw_only=True):
-    """One command: which process it is, what it was told from outside, and what became of it."""
+    """One command: which process it is, what it was asked from outside, and what became of it."""
 
     pid: int = 0
     began: float = 0.0

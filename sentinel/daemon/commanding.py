@@ -26,7 +26,7 @@ ACTIONS = ("enable", "disable", "dump", "describe")
 _FACT = "commands"
 EDITS_FACT = "config"
 SILENT_START_S = 5.0
-"""How long proposals wait, after a start, for a rank to be heard: heartbeats come every second."""
+"""How long proposals wait, after a start, for a frame of a rank: heartbeats come every second."""
 
 
 class ControlRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,12 +66,12 @@ class Commanding:
         self._journal = journal
         self._mutex = threading.RLock()
         self._commands = RunCommands(paths.run_dir, audit=journal.audit.add, expires_s=config.expires_s)
-        former = journal.facts.recall(_FACT)
+        former = journal.values.get(_FACT)
         if former:
             self._commands.load(former.encode())
         self._escalator = Escalator(config, self._commands, journal.audit.add)
         self._edits = ConfigFileEdits(config, self._commands, journal.audit.add, socket.gethostname())
-        self._kept_edits = journal.facts.recall(EDITS_FACT) or ""
+        self._kept_edits = journal.values.get(EDITS_FACT) or ""
         if self._kept_edits:
             self._edits.load(self._kept_edits.encode())
         self._newest_step = -1
@@ -93,7 +93,7 @@ class Commanding:
     ) -> None:
         """Follow commands, consider proposals that wait, and look at the trainer's config file.
 
-        ended: live rank -> newest step it has spoken for (-1: none). now: seconds since the epoch. attempt: as the ranks
+        ended: live rank -> newest step that it ended (-1: none). now: seconds since the epoch. attempt: as the ranks
         call it. in_use: returns live rank -> the config that it measures by.
         """
         with self._mutex:
@@ -106,7 +106,7 @@ class Commanding:
                 self.keep()
                 for row in self._journal.outbox.waiting("escalation", now):
                     if not ended:
-                        # After a restart nobody was heard yet; a run that is over hears nothing any more.
+                        # After a restart no frame has come yet; in a run that is over nobody reads commands any more.
                         if now - self._started > SILENT_START_S:
                             self._journal.outbox.finish_delivery([row.position], "no rank is alive")
                         continue
@@ -196,7 +196,7 @@ class Commanding:
         return self._commands.monitoring_acked_step
 
     def is_monitoring(self) -> bool:
-        """Return whether some rank measures more now because it was told to."""
+        """Return whether some rank measures more now because a command asked for it."""
         with self._mutex:
             return self._commands.known.is_on(self._newest_step)
 
@@ -224,9 +224,9 @@ class Commanding:
         """Put what is known of commands and edits into the journal, if it changed."""
         edits = self._edits.dump().decode()
         if edits != self._kept_edits:
-            self._journal.facts.remember(EDITS_FACT, edits)
+            self._journal.values.put(EDITS_FACT, edits)
             self._kept_edits = edits
         body = self._commands.dump().decode()
         if body != self._kept:
-            self._journal.facts.remember(_FACT, body)
+            self._journal.values.put(_FACT, body)
             self._kept = body

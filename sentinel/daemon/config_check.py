@@ -1,4 +1,4 @@
-"""What a daemon that starts with a configuration here and now would meet: missing secrets, sinks that hear nothing."""
+"""What a daemon that starts with a configuration here and now would meet: missing secrets, sinks that no alert reaches."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _warnings(sink: SinkConfig) -> Iterator[str]:
             yield f"{path}.{name}_file: {file}: {who} may write it, mode {stat.S_IMODE(mode):04o}; run: chmod go-w {file}"
     if not sink.route.changes:
         yield f"{path}.route.changes: it is empty, so that no incident reaches this sink; leave it out for all changes"
-    known = known_detectors()
+    known = list(known_detectors())
     for at, detector in enumerate(sink.route.detectors):
         if detector not in known and not is_dotted(detector):
-            yield f'{path}.route.detectors[{at}]: unknown detector "{detector}"{nearest(detector, list(known))}'
+            yield f'{path}.route.detectors[{at}]: unknown detector "{detector}"{nearest(detector, known)}'

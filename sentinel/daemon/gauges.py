@@ -155,7 +155,7 @@ class RunGauges:
         """Show which incidents are open."""
         self.metrics.open_incidents = dict(Counter(one.severity.value for one in incidents))
 
-    def hear(self, follower: RunFollower, assembler: StepAssembler) -> None:
+    def take_progress(self, follower: RunFollower, assembler: StepAssembler) -> None:
         """Take note of what the spool brought: frames, ranks, the newest step."""
         metrics = self.metrics
         metrics.newest_step = assembler.newest_step if assembler.newest_step >= 0 else None

@@ -14,7 +14,7 @@ LIVE_S = 30.0
 """A process that was silent for so long is not waited for when a command goes out."""
 
 
-class Speaking(msgspec.Struct, frozen=True):
+class LiveProcesses(msgspec.Struct, frozen=True):
     """The ranks that write to the spool now."""
 
     by_rank: dict[int, Incarnation]
@@ -49,13 +49,13 @@ class LiveRanks:
         for record in records:
             self._received_at[record.incarnation.id] = mono
 
-    def now(self, known: Iterable[Incarnation], mono: float) -> Speaking:
+    def now(self, known: Iterable[Incarnation], mono: float) -> LiveProcesses:
         """Return who of the known processes writes now."""
         newest: dict[int, tuple[float, int]] = {}
-        speaking: dict[int, Incarnation] = {}
+        live: dict[int, Incarnation] = {}
         for one in known:
             at = self._received_at.get(one.id, 0.0)
             is_live = one.bye is None and at and mono - at < LIVE_S
             if is_live and (at, one.last_step) >= newest.get(one.rank, (0.0, -1)):
-                newest[one.rank], speaking[one.rank] = (at, one.last_step), one
-        return Speaking(speaking)
+                newest[one.rank], live[one.rank] = (at, one.last_step), one
+        return LiveProcesses(live)

@@ -43,7 +43,7 @@ class Notes(msgspec.Struct, kw_only=True):
     @classmethod
     def recalled(cls, journal: Journal) -> Notes:
         """Return the notes as they were written down last."""
-        body = journal.facts.recall("notes")
+        body = journal.values.get("notes")
         try:
             return msgspec.json.decode(body or "{}", type=cls)
         except msgspec.DecodeError:
@@ -89,8 +89,8 @@ class Notes(msgspec.Struct, kw_only=True):
             for key, one in self.found.items()
         }
         body = msgspec.json.encode(msgspec.structs.replace(self, found=kept)).decode()
-        if body != (journal.facts.recall("notes") or ""):
-            journal.facts.remember("notes", body)
+        if body != (journal.values.get("notes") or ""):
+            journal.values.put("notes", body)
 
 
 def note_lines(notes: Notes, most: int = 8) -> list[str]:

@@ -16,6 +16,9 @@ from sentinel.store.journal import Journal
 
 log = logging.getLogger("sentinel.serving")
 
+FAILURES_FACT = "failures"
+"""The journal's word for which rules are off because the code of others failed, and why: a JSON list."""
+
 
 class RunNotices:
     """Kept in the journal where `sentinel status` and the report say it too."""
@@ -25,6 +28,7 @@ class RunNotices:
         self._notes = Notes.recalled(journal)
         self._problems: dict[str, str] = {}
         self._blind: list[str] = []
+        self._failures: list[str] = []
         self._replicas = ""
         self._watched: dict[str, int] = {}
 
@@ -47,10 +51,16 @@ class RunNotices:
         """Take in what ranks said in one step."""
         self._notes.take(view)
 
-    def keep(self, gauges: RunGauges, blind: Sequence[str], losses: RunLosses) -> None:
-        """Write down what has changed, once a batch of steps. blind: what rules cannot judge, in words."""
+    def keep(self, gauges: RunGauges, blind: Sequence[str], failures: Sequence[str], losses: RunLosses) -> None:
+        """Write down what has changed, once a batch of steps.
+
+        blind: what rules cannot judge, in words. failures: those of it that the code of others is to blame for.
+        """
         self._keep_watched(gauges)
         self._take_blind(list(blind))
+        if list(failures) != self._failures:
+            self._failures = list(failures)
+            self._remember(FAILURES_FACT, json_line(self._failures).decode())
         self.keep_losses(losses)
         self._notes.write(self._journal)
 
@@ -67,7 +77,7 @@ class RunNotices:
         """Write down how much is watched, and how many weights have copies to compare."""
         if gauges.watched != self._watched:
             self._watched = gauges.watched
-            self._journal.facts.remember(WATCHED_FACT, json_line(self._watched).decode())
+            self._journal.values.put(WATCHED_FACT, json_line(self._watched).decode())
         words = gauges.replica_words
         if words != self._replicas:
             self._replicas = words
@@ -86,7 +96,7 @@ class RunNotices:
 
     def _remember(self, key: str, value: str) -> bool:
         """Keep a fact; False: the journal has it."""
-        if value == self._journal.facts.recall(key):
+        if value == self._journal.values.get(key):
             return False
-        self._journal.facts.remember(key, value)
+        self._journal.values.put(key, value)
         return True

@@ -39,7 +39,7 @@ class RunStatus:
 
     def publish(self, stages: RunStages, now: float, num_live: int = 0) -> None:
         """Have the newest gauges handed out. Called by the loop. now: seconds since the epoch."""
-        self._gauges.hear(stages.follower, stages.assembler)
+        self._gauges.take_progress(stages.follower, stages.assembler)
         metrics, tracker, commanding = self._gauges.metrics, stages.watch.tracker, self._commanding
         metrics.ranks = {**metrics.ranks, "live": num_live, "stale": len(stages.judge.stale_ranks)}
         received_at = tracker.received_at()

@@ -149,7 +149,7 @@ class ServedRun:
         return self._commits.take_alerts()
 
     def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
-        """Return the open incidents that each sink has been told of: what a keep-alive repeats after a restart."""
+        """Return the open incidents that each sink was notified of: what a keep-alive repeats after a restart."""
         return self._alerts.open_alerts(routes, time.time())
 
     def recent_scalars(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
@@ -218,7 +218,7 @@ class ServedRun:
             if isinstance(record.message, Ack):
                 self.commanding.acknowledge(record.incarnation.rank, record.message, now)
         self._stages.assembler.take(records, mono)
-        self._stages.watch.tracker.hear(records)
+        self._stages.watch.tracker.receive(records)
         return True
 
     def _watch(self) -> None:
@@ -272,7 +272,8 @@ class ServedRun:
     def _take_stock(self, newest: StepView | None) -> None:
         """Show what a batch of judged steps came to. newest: the last of them; None: there were moments alone."""
         if newest is not None:
-            self._notices.keep(self._gauges, self._stages.judge.blindness, self._stages.assembler.losses)
+            judge = self._stages.judge
+            self._notices.keep(self._gauges, judge.blindness, judge.failures, self._stages.assembler.losses)
             self._gauges.take_norms(newest)
         self._gauges.take_incidents(self._stages.judge.open_incidents)
         self._gauges.metrics.last_judged_time = time.time()
@@ -284,12 +285,12 @@ class ServedRun:
             return
         self._commands_due = mono + COMMANDS_S
         known = self._stages.follower.incarnations.values()
-        speaking = self._live.now(known, mono)
-        ended = speaking.ended
+        live = self._live.now(known, mono)
+        ended = live.ended
         at_work = [one.heartbeat.step for one in known if one.heartbeat and one.rank in ended]
         newest_step = max([self._stages.assembler.newest_step, *ended.values(), *at_work])
         self.commanding.turn(
-            ended, newest_step, self._gauges.metrics.step_time_s, now, attempt=speaking.attempt, in_use=speaking.in_use
+            ended, newest_step, self._gauges.metrics.step_time_s, now, attempt=live.attempt, in_use=live.in_use
         )
         self.status.publish(self._stages, now, num_live=len(ended))
 

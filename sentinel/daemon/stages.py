@@ -28,7 +28,7 @@ class RunStages:
         *,
         pack_hash: str,
     ) -> None:
-        """on_problem: is told what makes a rank unreadable. pack_hash: of the rules to begin with."""
+        """on_problem: called with what makes a rank unreadable. pack_hash: of the rules to begin with."""
         self.pack_hash = pack_hash
         """Of the rules that the judge judges by."""
         self.follower = RunFollower(paths.run_dir, on_problem=on_problem)

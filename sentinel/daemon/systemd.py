@@ -1,4 +1,4 @@
-"""What systemd wants to hear: ready, alive, reloading, stopping (sd_notify(3)). Silent where there is no systemd."""
+"""Notifications to systemd: ready, alive, reloading, stopping (sd_notify(3)). Silent where there is no systemd."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class RunWatch:
         }
 
     def _is_over(self, number: int, ranks: Sequence[RankFacts]) -> bool:
-        """Return whether it was decided that an attempt is over, and nothing was heard of it since."""
+        """Return whether it was decided that an attempt is over, and no frame of it came since."""
         newest = max((one.time for one in ranks), default=0.0)
         return newest <= self._assembler.attempts.ended_until.get(number, -1.0)
 

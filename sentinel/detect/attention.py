@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import msgspec
 
 from sentinel.detect.declaration import Declaration
-from sentinel.detect.formed import FormDetector
-from sentinel.detect.vectorised import BaselineForm
+from sentinel.detect.vectorised import VectorisedBaseline
+from sentinel.detect.vectorised_detector import VectorisedDetector
 
 
-class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AttentionCollapse(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Entropy that collapses, or logits that grow, against a reference that remembers hundreds of steps.
 
     Of rows `M:entropy` the mean, in nats, downwards: anomalous below reference / (1 + threshold). Of rows `M:max_logit` the
@@ -29,7 +29,7 @@ class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_
         phrase_down="attention collapses onto few keys: logits too large (no QK norm, a high learning rate)?",
         phrase_up="attention logits grow: softmax saturates and gradients vanish next (QK norm, logit cap)",
         statistics=("mean", "max"),
-        has_forms=True,
+        is_vectorised=True,
         is_fitted=True,
     )
 
@@ -56,10 +56,10 @@ class AttentionCollapse(FormDetector, frozen=True, kw_only=True, forbid_unknown_
             return self
         return msgspec.structs.replace(self, quantity="entropy" if statistic == "mean" else "max_logit")
 
-    def form(self, statistic: str) -> BaselineForm:
+    def vectorised(self, statistic: str) -> VectorisedBaseline:
         """Return the baseline that the detector is."""
         is_entropy = statistic == "mean" if self.quantity == "auto" else self.quantity == "entropy"
-        return BaselineForm(
+        return VectorisedBaseline(
             domain="log",
             sides="down" if is_entropy else "up",
             k=self.k,

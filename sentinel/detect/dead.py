@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sentinel.detect.declaration import Declaration
-from sentinel.detect.formed import FormDetector
-from sentinel.detect.vectorised import StillForm
+from sentinel.detect.vectorised import VectorisedStillness
+from sentinel.detect.vectorised_detector import VectorisedDetector
 
 
-class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeadTensor(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that changed, and then is exactly zero, or exactly its last value, step after step.
 
     A norm that is exactly 0.0 for `zero_steps` points in a row, or exactly repeated for `unchanged_steps` while others of
@@ -24,7 +24,7 @@ class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=
     declares: ClassVar[Declaration] = Declaration(
         summary="a gradient all zero, or a weight that stands still while others move, after a life of change",
         phrase="nothing reaches it any more: its path is cut, its units are dead, or no optimizer steps it",
-        has_forms=True,
+        is_vectorised=True,
     )
 
     zero_steps: int = 3
@@ -35,6 +35,6 @@ class DeadTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=
     after: int = 20
     """Points that changed, seen before any stillness is judged."""
 
-    def form(self, statistic: str) -> StillForm:
+    def vectorised(self, statistic: str) -> VectorisedStillness:
         """Return the stillness that the detector looks for."""
-        return StillForm(zero_steps=self.zero_steps, unchanged_steps=self.unchanged_steps, after=self.after)
+        return VectorisedStillness(zero_steps=self.zero_steps, unchanged_steps=self.unchanged_steps, after=self.after)

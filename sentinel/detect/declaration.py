@@ -47,9 +47,9 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     raw_values: bool = False
     """Hand it NaN and infinities as they are; false: a series whose value is not finite sits the step out, scores 0.0 and
     keeps its state, so that it never learns what is no number."""
-    has_forms: bool = False
-    """Its method `form(statistic)` returns the form of `sentinel.detect.vectorised` that it is for a statistic: it runs in
-    C."""
+    is_vectorised: bool = False
+    """Its method `vectorised(statistic)` returns the algorithm of `sentinel.detect.vectorised` that it is for a statistic,
+    which runs in C."""
     is_fitted: bool = False
     """Its method `for_statistic(statistic)` returns a copy of it that is fitted to a statistic."""
     rearms: bool = False
@@ -87,7 +87,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def methods(self) -> tuple[str, ...]:
         """Names of the methods that a detector which declares this must have; empty: only Sentinel's own may."""
         own = METHODS.get(self.over, ())
-        more = {"form": self.has_forms, "for_statistic": self.is_fitted, "rearm": self.rearms}
+        more = {"vectorised": self.is_vectorised, "for_statistic": self.is_fitted, "rearm": self.rearms}
         return (*own, *(name for name, is_needed in more.items() if is_needed))
 
     def meaning(self, direction: int) -> str:

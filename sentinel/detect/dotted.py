@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
 from typing import Any
 
-from sentinel.detect.declaration import CONTRACTS, Declaration
+from sentinel.detect.declaration import CONTRACTS, METHODS, Declaration
+from sentinel.detect.detector import SeriesDetector
+from sentinel.detect.group import GroupDetector
+from sentinel.detect.liveness import LivenessDetector
 from sentinel.errors import RuleError
+from sentinel.exception_words import described
+from sentinel.outside_calls import misfit
 
 ASK = 'give --allow-code, or offer it as an entry point of "sentinel.detectors"'
+_PROTOCOLS = {one.__name__: one for one in (SeriesDetector, GroupDetector, LivenessDetector)}
 _permission = {"is_given": False}
 
 
@@ -40,7 +45,7 @@ def dotted_detector(name: str) -> type[Any]:
             found = getattr(found, part)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         hint = "; looked for in the current directory and on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
-        raise RuleError(f"{where} cannot be loaded: {type(error).__name__}: {error}{hint}") from error
+        raise RuleError(f"{where} cannot be loaded: {described(error)}{hint}") from error
     if (problem := shortcoming(found)) is not None:
         raise RuleError(f"{where} is no detector: {problem}")
     return found  # type: ignore[no-any-return]
@@ -60,46 +65,12 @@ def shortcoming(found: object) -> str | None:
     lacking = [name for name in declares.methods if not callable(getattr(found, name, None))]
     if lacking:
         return f"it has no {' and no '.join(lacking)}; see the contract sentinel.detect.{CONTRACTS[declares.over]}"
+    protocol = _PROTOCOLS[CONTRACTS[declares.over]]
+    called = {name: list(inspect.signature(getattr(protocol, name)).parameters)[1:] for name in METHODS[declares.over]}
+    if wrong := misfit(found, called):
+        return f"{wrong}; see the contract sentinel.detect.{protocol.__name__}"
     try:
         inspect.signature(found)
     except (TypeError, ValueError) as error:
         return f"its arguments cannot be read: {error}"
     return None
-
-
-def why_not(name: str, detectors: Mapping[str, type[Any]]) -> str:
-    """Return in words why an entry point or a dotted path is no detector; empty where it is one, or `name` is neither."""
-    if isinstance(detectors, Detectors) and name in detectors.broken:
-        return detectors.broken[name]
-    try:
-        if is_dotted(name) and name not in detectors:
-            dotted_detector(name)
-    except RuleError as error:
-        return str(error)
-    return ""
-
-
-class Detectors(dict[str, type[Any]]):
-    """Name -> class: what is known by name, and where code is allowed whatever a dotted path leads to."""
-
-    def __init__(self, known: Mapping[str, type[Any]]) -> None:
-        super().__init__(known)
-        self.broken: dict[str, str] = {}
-        """Name that an entry point offers -> why there is no detector behind it."""
-
-    def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            return True
-        if not (isinstance(name, str) and is_dotted(name)):
-            return False
-        try:
-            self[name] = dotted_detector(name)
-        except RuleError:
-            return False
-        return True
-
-    def __missing__(self, name: str) -> type[Any]:
-        if not is_dotted(name):
-            raise KeyError(name)
-        self[name] = dotted_detector(name)
-        return self[name]

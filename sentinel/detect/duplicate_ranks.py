@@ -13,7 +13,7 @@ from sentinel.detect.group import Points, StepPoints
 from sentinel.errors import ConfigError
 
 PATIENCE = 4
-"""Times a coincidence must outlast the longest one before it, as StillForm's."""
+"""Times a coincidence must outlast the longest one before it, as VectorisedStillness's."""
 JITTER = -0.25
 """Correlation of successive changes below which a number moves as data do: halfway between -0.5, where each value is drawn
 anew, and 0, of a random walk; what training moves, as a learned position, is above 0."""

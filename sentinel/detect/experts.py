@@ -9,8 +9,8 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
-from sentinel.detect.formed import FormDetector
-from sentinel.detect.vectorised import MAX_COUNT, PATIENCE, BaselineForm, LimitForm
+from sentinel.detect.vectorised import MAX_COUNT, PATIENCE, VectorisedBaseline, VectorisedLimit
+from sentinel.detect.vectorised_detector import VectorisedDetector
 from sentinel.errors import ConfigError
 
 EARLY, MOST = 8, 0.5
@@ -19,7 +19,7 @@ more idle experts than half of that is judged by its own past alone. Earlier, or
 still being learned; later, or a larger one, waits while most experts get nothing."""
 
 
-class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExpertImbalance(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A router that collapses: its rows `M:balance` leave the range they have kept, upwards.
 
     balance = E * sum((p - 1/E)**2) over the loads p of E experts, the squared coefficient of variation: 0 where all have
@@ -34,7 +34,7 @@ class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
         summary="a router that sends the tokens to few experts: the squared variation of their loads multiplies",
         phrase="the router collapses onto few experts: the others stop learning (aux loss, z-loss)",
         statistics=("mean",),
-        has_forms=True,
+        is_vectorised=True,
     )
 
     threshold: float = 2.0
@@ -52,9 +52,9 @@ class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
     settle_after: int = 50
     """Consecutive flagged points that make the new level the normal one; 0: never."""
 
-    def form(self, statistic: str) -> BaselineForm:
+    def vectorised(self, statistic: str) -> VectorisedBaseline:
         """Return the baseline that the detector is."""
-        return BaselineForm(
+        return VectorisedBaseline(
             domain="log",
             sides="up",
             k=self.k,
@@ -67,7 +67,7 @@ class ExpertImbalance(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
-class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DominantExpert(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An expert that comes to get nearly every token: the largest share of rows `M:load`, of the tokens that each gets.
 
     A share of 1 means that the router chooses no longer, however many experts a token has, and also where the others still
@@ -83,7 +83,7 @@ class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fie
         phrase="the router sends nearly every token to one expert: the others hardly learn (aux loss, z-loss)",
         statistics=("max",),
         is_limit=True,
-        has_forms=True,
+        is_vectorised=True,
     )
 
     limit: float = 0.98
@@ -101,9 +101,9 @@ class DominantExpert(FormDetector, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"limit must be in (0, 1), got {self.limit}")
         super().__post_init__()
 
-    def form(self, statistic: str) -> LimitForm:
+    def vectorised(self, statistic: str) -> VectorisedLimit:
         """Return the limit that the detector is."""
-        return LimitForm(above=self.limit, lasting=self.lasting, after=self.after)
+        return VectorisedLimit(above=self.limit, lasting=self.lasting, after=self.after)
 
 
 class DeadExpert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from sentinel.detect.declaration import Declaration
-from sentinel.detect.formed import FormDetector
-from sentinel.detect.vectorised import BaselineForm
+from sentinel.detect.vectorised import VectorisedBaseline
+from sentinel.detect.vectorised_detector import VectorisedDetector
 
 MEMORY = 300.0
 """Points that the slow reference remembers: on tiny GPTs, a mixture of experts and a ViT trained on a CPU, a healthy tensor
 moved by less than a factor of 10 in as many steps once its first hundred were over."""
 
 
-class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VanishingGradient(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A weight gradient that fades away while the others do not.
 
     residual = log|x| - log(reference) - the median residual of all gradients of the step; anomalous below -log(1 +
@@ -33,7 +33,7 @@ class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_
     declares: ClassVar[Declaration] = Declaration(
         summary="a weight gradient that fades against its own past while the others do not",
         phrase="this layer hardly learns any more: dead or saturated units behind it, or its path is cut",
-        has_forms=True,
+        is_vectorised=True,
     )
 
     threshold: float = 50.0
@@ -48,9 +48,9 @@ class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_
     settle_after: int = 100
     """Consecutive flagged points that make the new level the normal one; 0: never."""
 
-    def form(self, statistic: str) -> BaselineForm:
+    def vectorised(self, statistic: str) -> VectorisedBaseline:
         """Return the baseline that the detector is."""
-        return BaselineForm(
+        return VectorisedBaseline(
             domain="log",
             sides="down",
             k=self.k,
@@ -63,7 +63,7 @@ class VanishingGradient(FormDetector, frozen=True, kw_only=True, forbid_unknown_
         )
 
 
-class ExplodingTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExplodingTensor(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that grows and grows: a weight without decay, an activation on its way to overflow.
 
     residual = log|x| - log(reference); anomalous above log(1 + threshold). Nothing is taken off for what the others do:
@@ -77,7 +77,7 @@ class ExplodingTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
         summary="a tensor that grows and grows against a reference of hundreds of steps",
         phrase="it grows without bound: the run is diverging, or nothing (decay, a norm) holds it",
         statistics=("rms",),
-        has_forms=True,
+        is_vectorised=True,
     )
 
     threshold: float = 30.0
@@ -92,9 +92,9 @@ class ExplodingTensor(FormDetector, frozen=True, kw_only=True, forbid_unknown_fi
     settle_after: int = 100
     """Consecutive flagged points that make the new level the normal one; 0: never."""
 
-    def form(self, statistic: str) -> BaselineForm:
+    def vectorised(self, statistic: str) -> VectorisedBaseline:
         """Return the baseline that the detector is."""
-        return BaselineForm(
+        return VectorisedBaseline(
             domain="log",
             sides="up",
             k=self.k,

@@ -6,18 +6,18 @@ import math
 from typing import ClassVar
 
 from sentinel.detect.declaration import Declaration
-from sentinel.detect.formed import FormDetector
-from sentinel.detect.vectorised import LimitForm
+from sentinel.detect.vectorised import VectorisedLimit
+from sentinel.detect.vectorised_detector import VectorisedDetector
 from sentinel.errors import ConfigError
 
 
-class Threshold(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Threshold(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Any statistic, or a logged value, past a limit that you set."""
 
     declares: ClassVar[Declaration] = Declaration(
         summary="any statistic past an absolute limit, above or below, for as many points as you say",
         is_limit=True,
-        has_forms=True,
+        is_vectorised=True,
     )
 
     above: float | None = None
@@ -34,9 +34,9 @@ class Threshold(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError("above or below is needed: a Threshold without a limit never fires")
         super().__post_init__()
 
-    def form(self, statistic: str) -> LimitForm:
+    def vectorised(self, statistic: str) -> VectorisedLimit:
         """Return the limit that the detector is."""
-        return LimitForm(
+        return VectorisedLimit(
             above=math.inf if self.above is None else self.above,
             below=-math.inf if self.below is None else self.below,
             lasting=self.lasting,
@@ -44,7 +44,7 @@ class Threshold(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-class PrecisionLoss(FormDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrecisionLoss(VectorisedDetector, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Values that a format of low precision cannot hold: the shares (and the dynamic range) of kind `precision`.
 
     One element that overflows is an infinity in that format, so the default limit is none at all, and one point is
@@ -59,7 +59,7 @@ class PrecisionLoss(FormDetector, frozen=True, kw_only=True, forbid_unknown_fiel
         phrase="this format cannot hold the tensor: check its scale (loss scale, amax), or keep it wider",
         statistics=("mean",),
         is_limit=True,
-        has_forms=True,
+        is_vectorised=True,
     )
 
     limit: float = 0.0
@@ -75,6 +75,6 @@ class PrecisionLoss(FormDetector, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"limit must not be negative, got {self.limit}")
         super().__post_init__()
 
-    def form(self, statistic: str) -> LimitForm:
+    def vectorised(self, statistic: str) -> VectorisedLimit:
         """Return the limit that the detector is."""
-        return LimitForm(above=self.limit, lasting=self.lasting, after=self.after)
+        return VectorisedLimit(above=self.limit, lasting=self.lasting, after=self.after)

@@ -24,7 +24,7 @@ Facts = dict[str, np.ndarray]
 - is_stopped: bool, its process is there and stopped, as the operating system of its machine says. May be left out: nobody
   is.
 - waits_s: how long each has waited for others without pause, 0.0 where it does not or where not every rank of the run was
-  heard. May be left out: nobody waits.
+  read. May be left out: nobody waits.
 - is_waiting: int, 1 inside a collective, 2 at the border of its pipeline stage, 0 elsewhere, -1 not known.
 """
 

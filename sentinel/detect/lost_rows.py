@@ -34,7 +34,7 @@ class LostRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return no arrays: what was lost has no baseline."""
         return {}
 
-    def is_worth_telling(self, num_rows: int, num_steps_gone: int) -> bool:
+    def is_worth_reporting(self, num_rows: int, num_steps_gone: int) -> bool:
         """Return whether so many lost rows, and steps of which nothing is left, are reported."""
         return num_steps_gone > 0 or num_rows >= self.least_rows
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
-from sentinel.detect.vectorised import BaselineForm
+from sentinel.detect.vectorised import VectorisedBaseline
 
 
 class Saturation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,8 +45,8 @@ class Saturation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _ = self._alive
 
     @property
-    def _alive(self) -> BaselineForm:
-        return BaselineForm(
+    def _alive(self) -> VectorisedBaseline:
+        return VectorisedBaseline(
             domain="log",
             sides="down",
             k=self.k,

@@ -10,7 +10,7 @@ import numpy as np
 from sentinel.detect import msprobe
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Scores, State
-from sentinel.detect.vectorised import BaselineForm, domain_of
+from sentinel.detect.vectorised import VectorisedBaseline, domain_of
 from sentinel.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     declares: ClassVar[Declaration] = Declaration(
         with_arguments=_of_turbulence,
         summary="a statistic that jumps away from its own running baseline, up or down",
-        has_forms=True,
+        is_vectorised=True,
         is_fitted=True,
     )
 
@@ -52,11 +52,11 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
             raise ConfigError(f"threshold must not be negative, got {self.threshold}")
-        self.form("norm")
+        self.vectorised("norm")
 
-    def form(self, statistic: str) -> BaselineForm:
+    def vectorised(self, statistic: str) -> VectorisedBaseline:
         """Return the baseline that the detector is, but for msProbe's mode."""
-        return BaselineForm(
+        return VectorisedBaseline(
             domain=domain_of(statistic) if self.domain == "auto" else self.domain,
             sides=self.sides,
             k=self.k,
@@ -71,23 +71,23 @@ class AnomalyTurbulence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self if self.domain != "auto" else msgspec.structs.replace(self, domain=domain_of(statistic))
 
     def state(self, num_series: int) -> State:
-        """Return the state of new series: 9 bytes each in msProbe's mode, else those of its form."""
+        """Return the state of new series: 9 bytes each in msProbe's mode, else those of its baseline."""
         if self.compat:
             return msprobe.state(num_series)
-        return self.form("norm").state(num_series)
+        return self.vectorised("norm").state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one point a series; what is NaN or infinite scores 0.0 (that is for AnomalyNan to say)."""
         if self.compat:
             return msprobe.score(values, state, self.threshold)
-        return self.form("norm").score(values, state)
+        return self.vectorised("norm").score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point of each series in; flagged ones count only towards a level shift, non-finite ones are left out."""
         if self.compat:
             msprobe.learn(values, state)
         else:
-            self.form("norm").learn(values, state, anomalous)
+            self.vectorised("norm").learn(values, state, anomalous)
 
 
 class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +100,7 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     declares: ClassVar[Declaration] = Declaration(
         summary="a distribution that grows outliers: kurtosis jumps above its own running baseline",
         statistics=("kurtosis",),
-        has_forms=True,
+        is_vectorised=True,
     )
 
     threshold: float = 2.0
@@ -117,11 +117,11 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Consecutive flagged points at a new level that make it the new normal; 0: never."""
 
     def __post_init__(self) -> None:
-        self.form("kurtosis")
+        self.vectorised("kurtosis")
 
-    def form(self, statistic: str) -> BaselineForm:
+    def vectorised(self, statistic: str) -> VectorisedBaseline:
         """Return the baseline that the detector is."""
-        return BaselineForm(
+        return VectorisedBaseline(
             domain="log",
             sides="up",
             k=self.k,
@@ -133,12 +133,12 @@ class KurtosisSpike(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def state(self, num_series: int) -> State:
         """Return the state of new series."""
-        return self.form("kurtosis").state(num_series)
+        return self.vectorised("kurtosis").state(num_series)
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score one kurtosis a series; undefined ones (NaN) score 0.0."""
-        return self.form("kurtosis").score(values, state)
+        return self.vectorised("kurtosis").score(values, state)
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Take one point a series in."""
-        self.form("kurtosis").learn(values, state, anomalous)
+        self.vectorised("kurtosis").learn(values, state, anomalous)

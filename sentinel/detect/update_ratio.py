@@ -9,7 +9,7 @@ import numpy as np
 
 from sentinel.detect.declaration import Declaration
 from sentinel.detect.detector import Explanation, Scores, State
-from sentinel.detect.vectorised import BaselineForm, LimitForm
+from sentinel.detect.vectorised import VectorisedBaseline, VectorisedLimit
 from sentinel.errors import ConfigError
 
 LIMIT = "limit."
@@ -58,8 +58,8 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _ = self._relative, self._absolute
 
     @property
-    def _relative(self) -> BaselineForm:
-        return BaselineForm(
+    def _relative(self) -> VectorisedBaseline:
+        return VectorisedBaseline(
             domain="log",
             sides="both",
             k=self.k,
@@ -72,8 +72,8 @@ class UpdateRatio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     @property
-    def _absolute(self) -> LimitForm:
-        return LimitForm(above=self.limit, lasting=self.lasting, after=20)
+    def _absolute(self) -> VectorisedLimit:
+        return VectorisedLimit(above=self.limit, lasting=self.lasting, after=20)
 
     def state(self, num_series: int) -> State:
         """Return the state of new series: a baseline's and a limit's."""

@@ -1,11 +1,12 @@
-"""Forms, one of which most tensor detectors use: a baseline, a limit or a stillness, each its parameters and one algorithm.
+"""Vectorised algorithms, one of which most tensor detectors use: a baseline, a limit or a stillness.
 
-A detector returns its form for a statistic and delegates to it. The engine judges all of a
-step's forms in one call of the C extension; the numpy here is the reference that it must equal, and the fallback.
+Each is its parameters and one algorithm over arrays of series. A detector returns the one that it uses for a statistic
+and delegates to it. The engine has the C extension run those of a whole step in one call; the numpy here is the reference
+that it must equal, and the fallback.
 
-The updates of `BaselineForm` are those of an online Huber estimator (Huber 1964; the recursion of Robbins and Monro): a
-point moves the location by at most CLIP spreads, so one large healthy point cannot carry it away. The constants are
-chosen, from the synthetic healthy runs of tests/detect/conftest.py (heavy tails, decays, warm-up, learning-rate
+The updates of `VectorisedBaseline` are those of an online Huber estimator (Huber 1964; the recursion of Robbins and
+Monro): a point moves the location by at most CLIP spreads, so one large healthy point cannot carry it away. The constants
+are chosen, from the synthetic healthy runs of tests/detect/conftest.py (heavy tails, decays, warm-up, learning-rate
 schedules) and from tiny GPTs trained on a CPU.
 """
 
@@ -52,7 +53,7 @@ def domain_of(statistic: str) -> Literal["log", "linear"]:
     return "linear" if statistic in SIGNED_STATISTICS else "log"
 
 
-class BaselineForm(msgspec.Struct, frozen=True, kw_only=True):
+class VectorisedBaseline(msgspec.Struct, frozen=True, kw_only=True):
     """The usual value of each series and the spread about it: a point too far from it is anomalous.
 
     In the log domain a value stands for log|x|; an exact zero has no logarithm, is not learned, and is normal in a series
@@ -297,7 +298,7 @@ def _put(array: np.ndarray, values: np.ndarray, where: np.ndarray) -> None:
     np.copyto(array, values, casting="same_kind", where=where)
 
 
-class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
+class VectorisedLimit(msgspec.Struct, frozen=True, kw_only=True):
     """An absolute state: anomalous is what lies past a limit, for `lasting` points in a row. It has no baseline."""
 
     above: float = math.inf
@@ -346,7 +347,7 @@ class LimitForm(msgspec.Struct, frozen=True, kw_only=True):
         inside[finite & ~out & (inside < self.after)] += 1
 
 
-class StillForm(msgspec.Struct, frozen=True, kw_only=True):
+class VectorisedStillness(msgspec.Struct, frozen=True, kw_only=True):
     """A series that changed and then stands still: exactly zero, or exactly its last value, point after point."""
 
     zero_steps: int = 3
@@ -417,4 +418,4 @@ def _others_move(values: np.ndarray, state: State, still: np.ndarray) -> bool:
     return bool((np.isfinite(values) & ~still & np.isfinite(state["last"])).any())
 
 
-Form: TypeAlias = BaselineForm | LimitForm | StillForm
+Vectorised: TypeAlias = VectorisedBaseline | VectorisedLimit | VectorisedStillness

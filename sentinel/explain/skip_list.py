@@ -97,8 +97,8 @@ def skip_list(run: str | os.PathLike[str], *, attempt: int | None = None) -> Ski
     """Return the suspected batches of a run, as of now: none while nothing is suspected.
 
     run: its directory, its `incidents.jsonl`, or what `export --format skip-list` wrote. attempt: of this one alone. A torn
-    last line is left out; other lines that are not understood are told in `problems`. ConfigError when there is no such run,
-    when the directory holds runs instead of being one, or when no line of a file is understood.
+    last line is left out; other lines that are not understood are listed in `problems`. ConfigError when there is no such
+    run, when the directory holds runs instead of being one, or when no line of a file is understood.
     """
     path = Path(run)
     if path.is_dir():

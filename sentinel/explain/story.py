@@ -64,7 +64,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     def as_object(self) -> dict[str, Any]:
         """Return the story as JSON-able data, its text under `text`."""
         result: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return result | {"text": tell(self)}
+        return result | {"text": render(self)}
 
 
 def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]] = ()) -> Story:
@@ -123,7 +123,7 @@ def _commands(run_dir: Path) -> list[EnableMonitoring]:
     return result
 
 
-def tell(story: Story, width: int = WIDTH) -> str:
+def render(story: Story, width: int = WIDTH) -> str:
     """Return the story in plain words, without a last line feed. width: columns that its drawing may take."""
     return "\n".join(
         line
@@ -148,7 +148,7 @@ def _head(story: Story) -> list[str]:
     state = f"{one.state} into {one.merged_into}" if one.merged_into else one.state
     facts = [f"incident {one.id}", one.severity.value, state, f"run {one.run}, attempt {one.attempt}", steps]
     facts.append(_count(one.num_members, "anomaly", "anomalies"))
-    facts.append(f"verdict: {one.suspected}")
+    facts.append(f"diagnosis: {one.suspected}")
     return [one.title, "; ".join(facts)]
 
 
@@ -256,7 +256,7 @@ def _followed(story: Story) -> list[str]:
 def _notified(story: Story) -> list[str]:
     if not story.alerts:
         return []
-    lines = ["", "Who was told"]
+    lines = ["", "Who was notified"]
     for one in story.alerts:
         page = ", a page" if one.is_page else ""
         lines.append(f"  {one.sink}: {one.change} (revision {one.revision}{page}): {one.outcome or 'waiting'}")

@@ -27,20 +27,22 @@ _DECODER = msgspec.json.Decoder(Anomaly)
 def export_anomalies(request: ExportRequest, output: Path, setting: ExportSetting) -> Written:
     """Write `anomaly_detected/rank<R>/anomaly.json` below `output`, and return how many records there are."""
     paths, steps, times, attempt = request.paths, request.steps, request.times, request.attempt
-    names, say = request.names or ("*",), setting.say
+    names, to_stderr = request.names or ("*",), setting.to_stderr
     found = list(anomaly_files(paths.run_dir))
     if not found:
-        say(f"{paths.run_dir}: no anomalies there; was the run judged? `sentinel replay RUN --recompute -o DIR` judges it")
+        to_stderr(
+            f"{paths.run_dir}: no anomalies there; was the run judged? `sentinel replay RUN --recompute -o DIR` judges it"
+        )
         return Written()
     own_names, attempts = _read_run(paths, setting)
-    newest = attempts if attempt is None and len({one.attempt for one in _anomalies(found, say)}) > 1 else None
+    newest = attempts if attempt is None and len({one.attempt for one in _anomalies(found, to_stderr)}) > 1 else None
     written = Written()
     met: set[str] = set()
     seen_names: set[str] = set()
     seen_steps: set[int] = set()
     num_others = num_unknown = 0
     with WholeDirectory(output) as whole, contextlib.closing(MsprobeAnomalies(whole.scratch, own_names)) as records:
-        for one in _anomalies(found, say):
+        for one in _anomalies(found, to_stderr):
             if not steps[0] <= one.step <= steps[1] or (times is not None and not times[0] <= one.time <= times[1]):
                 continue
             if (attempt is not None and one.attempt != attempt) or (newest and newest.get(one.step, -1) > one.attempt):
@@ -66,7 +68,7 @@ def export_anomalies(request: ExportRequest, output: Path, setting: ExportSettin
     why = ("of an episode's end, or of what was not written", "of what its files have no tensor for: health, logged values")
     written.left_out = {what: num for what, num in zip(why, (num_others, num_unknown), strict=True) if num}
     for what, num in written.left_out.items():
-        say(f"{num} records are left out: {what}")
+        to_stderr(f"{num} records are left out: {what}")
     written.num_rows, written.num_series = records.num_records, records.num_tags
     written.num_steps, written.num_files = len(seen_steps), len(records.files)
     return written
@@ -98,7 +100,7 @@ def _names_in(layout: Layout) -> Iterator[tuple[tuple[int, str, str], str]]:
                 yield (rank, info.kind, layout.tensors[at].name), spots[info.id][0].name
 
 
-def _anomalies(files: list[Path], say: Callable[[str], None]) -> Iterator[Anomaly]:
+def _anomalies(files: list[Path], to_stderr: Callable[[str], None]) -> Iterator[Anomaly]:
     for path in files:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -106,6 +108,6 @@ def _anomalies(files: list[Path], say: Callable[[str], None]) -> Iterator[Anomal
                     yield _DECODER.decode(line)
                 except MALFORMED as error:
                     if not line.endswith(b"\n"):
-                        say(f"{path}:{number}: the last line is torn and is left out")
+                        to_stderr(f"{path}:{number}: the last line is torn and is left out")
                         continue
                     raise ConfigError(f"{path}:{number}: expected an anomaly: {error}") from error

@@ -1,4 +1,4 @@
-"""What each export format makes of one step: bytes for its files, or columns of its table. May run in another process."""
+"""Encoders: one step as each export format has it, bytes for its files or columns of its table. Picklable."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 NO_PLACE = "this format has no place for them"
 BEFORE_ALL = "they are weights of step 0, before the first iteration"
-"""Why series are left out."""
+"""Why weights of the first step are left out of formats that write them after the update."""
 MAIN = ""
-"""The one file of a table."""
+"""Name of the file of a format that has only one."""
 Before = Mapping[str, float] | None
-"""What was logged of the step before; None where that is not written."""
+"""Logged value -> its value in the step before; None: that step is not in the export."""
 
 
 class Encoded(msgspec.Struct):
-    """What one step became."""
+    """One encoded step."""
 
     chunks: list[tuple[str, bytes, bytes]] = []
-    """(file, what it begins with, what goes behind what it holds)"""
+    """(file, bytes that the file begins with, bytes to append)"""
     columns: dict[str, Any] = {}
-    """Of a table that is no text: column -> values, or one value for all."""
+    """Of a table that is not text: column -> values, or one value for all rows."""
     num_rows: int = 0
     series: list[tuple[str, str, str]] = []
     """Series that this encoder had not met before: kind, name, place."""
@@ -46,13 +46,13 @@ class Encoded(msgspec.Struct):
 
 
 class Encoder(Protocol):
-    """One format."""
+    """Encodes the steps of an export in one format."""
 
     is_ranked: bool
-    """Takes the ranks' own rows (`RankStepRows`), not the merged ones (`MergedStep`)."""
+    """Whether it encodes the ranks' own rows (`RankStepRows`) and not merged ones (`MergedStep`)."""
 
     def encode(self, step: Any, before: Before) -> Encoded:
-        """Return a step as this format has it. before: what was logged of the step before, where that was written too."""
+        """Return a step, `RankStepRows` or `MergedStep`, as this format has it. before: logged values of the step before."""
         ...
 
 
@@ -112,7 +112,7 @@ class MergedTable:
 
 
 class RankTable:
-    """One row for each one that a rank recorded: CSV, JSON lines, Parquet."""
+    """One row for each row that a rank recorded: CSV, JSON lines, Parquet."""
 
     is_ranked = True
 
@@ -255,7 +255,7 @@ class MsprobeCsvEncoder:
         self._rows = _MsprobeRows(query, is_squashed)
 
     def encode(self, step: RankStepRows, before: Before) -> Encoded:
-        """Return the step's lines; its weights are those that the step before left behind, where that was written too."""
+        """Return the step's lines. Its weights are those after the step before, if that one was written too."""
         found = Encoded()
         for points in self._rows.picker.points(step):
             spots = self._rows.spots(step, points.rank)

@@ -1,4 +1,4 @@
-"""Has the steps of an export encoded by this process or by several, in their order."""
+"""Encodes the steps of an export in this process or in several, in their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def encoded(steps: Iterator[tuple[Any, Before]], encoder: Encoder, jobs: int) -> Generator[Encoded, None, None]:
-    """Yield what becomes of each step, (step, what was logged of the one before); `jobs`: processes that encode."""
+    """Yield each step encoded, in order. steps: (step, logged values of the step before). jobs: processes that encode.
+
+    SentinelError when one of them ends before its time.
+    """
     if jobs > 1:
         yield from _in_parallel(steps, encoder, jobs)
         return
@@ -29,7 +32,7 @@ def encoded(steps: Iterator[tuple[Any, Before]], encoder: Encoder, jobs: int) ->
 
 
 def _in_parallel(steps: Iterator[tuple[Any, Before]], encoder: Encoder, jobs: int) -> Generator[Encoded, None, None]:
-    """Have steps encoded by other processes in turn. Each has one step at hand: nobody waits on a full pipe for ever."""
+    """Have steps encoded by other processes in turn. Each has at most one step, so that no full pipe blocks both ends."""
     workers = [_Worker(encoder) for _ in range(jobs)]
     try:
         at = 0
@@ -79,7 +82,7 @@ class _Worker:
         self._layout: Any = None
 
     def give(self, step: MergedStep | RankStepRows, before: Before) -> None:
-        """Hand over a step. Layouts change seldom: the one that is known there is not sent again."""
+        """Send a step to the process. Its layout is sent only when it differs from the one sent last."""
         layout = step.layout if step.layout is not self._layout else None
         self._layout = step.layout
         buffer = io.BytesIO()
@@ -87,7 +90,7 @@ class _Worker:
         self._pipe.send((None if layout is None else pickle.dumps(layout, pickle.HIGHEST_PROTOCOL), buffer.getvalue()))
 
     def result(self) -> Encoded:
-        """Return what became of the step that it has. SentinelError when the process is gone."""
+        """Wait for the step that was sent, and return it encoded. SentinelError when the process has ended."""
         try:
             found = self._pipe.recv()
         except EOFError as error:

@@ -17,6 +17,7 @@ from sentinel.exports.anomaly_export import export_anomalies
 from sentinel.exports.megatron_stats import KINDS as MEGATRON_KINDS
 from sentinel.exports.msprobe_csv import has_place, ops_of
 from sentinel.exports.msprobe_format import TIME, TIME_OFFSET_S
+from sentinel.exports.outside import ENTRY_POINTS, OutsideFormat
 from sentinel.exports.request import ExportFormat, ExportRequest, ExportSetting, Option, UnfitOptions, Written
 from sentinel.exports.series import SCALAR, TENSOR_KINDS, VALUE, SeriesQuery
 from sentinel.exports.skip_list_export import export_skip_list
@@ -26,8 +27,6 @@ from sentinel.exports.vector_export import export_vectors
 from sentinel.exports.writing import write_directory, write_parquet, write_text
 from sentinel.record import STATISTICS
 
-ENTRY_POINTS = "sentinel.exports"
-"""Group of entry points: the name of a format -> a class without arguments, or an object, that keeps `ExportFormat`."""
 MEGATRON_FOLDER = "training_stats"
 _SERIES: frozenset[Option] = frozenset({"aggregate", "name", "kind", "statistic", "times", "squash-names"})
 _OF_SERIES = "writes series: --aggregate or --name, --kind, --statistic, --steps, times and --attempt choose them"
@@ -47,13 +46,13 @@ class TextTable(msgspec.Struct, frozen=True):
         is_ranked = bool(request.is_ranked)
         query = query_of(request, is_ranked)
         with setting.open_run(request.paths) as recorded:
-            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.to_stderr)
             encoder = _table(request, query, is_ranked)
             return write_text(request.output, reading, encoder, request.jobs, setting)
 
 
 class JsonLines(msgspec.Struct, frozen=True):
-    """The same as JSON lines; vectors too."""
+    """A row a step and series, or a vector, as JSON lines."""
 
     name: str = "jsonl"
     goes_to: Literal["text"] = "text"
@@ -68,7 +67,7 @@ class JsonLines(msgspec.Struct, frozen=True):
 
 
 class Parquet(msgspec.Struct, frozen=True):
-    """The same as one Parquet file; vectors too."""
+    """A row a step and series, or a vector, as one Parquet file."""
 
     name: str = "parquet"
     goes_to: Literal["file"] = "file"
@@ -83,13 +82,13 @@ class Parquet(msgspec.Struct, frozen=True):
         query = query_of(request, is_ranked)
         about = {"run": request.paths.name, "table": "rows" if is_ranked else "series"}
         with setting.open_run(request.paths) as recorded:
-            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.to_stderr)
             encoder = _table(request, query, is_ranked)
             return write_parquet(_output_of(request), reading, encoder, about, request.jobs, setting)
 
 
 class TensorBoard(msgspec.Struct, frozen=True):
-    """Event files: of each rank, or of groups; vectors too."""
+    """TensorBoard's event files: a folder for each rank, or for each kind of merged series; vectors as histograms."""
 
     name: str = "tensorboard"
     goes_to: Literal["directory"] = "directory"
@@ -105,7 +104,7 @@ class TensorBoard(msgspec.Struct, frozen=True):
         is_ranked = not request.aggregates if request.is_ranked is None else request.is_ranked
         query = query_of(request, is_ranked, has_scalars=True)
         with setting.open_run(request.paths) as recorded:
-            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.to_stderr)
             load()
             form = encoders.TensorBoardRanks if is_ranked else encoders.TensorBoardMerged
             encoder = form(query, request.is_squashed)
@@ -130,7 +129,7 @@ class MsprobeCsv(msgspec.Struct, frozen=True):
         kinds = tuple(kind for kind in TENSOR_KINDS if has_place(kind))
         query = query_of(request, True, kinds=kinds)
         with setting.open_run(request.paths) as recorded:
-            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.to_stderr)
             ops = ops_of(query.statistics, request.statistics is None)
             if not ops:
                 raise UnfitOptions(f"--format {self.name} has min, max, mean, norm, nans and zeros; give some of them")
@@ -158,7 +157,7 @@ class MegatronStats(msgspec.Struct, frozen=True):
         if (output / MEGATRON_FOLDER).exists():
             raise ConfigError(f"{output}: expected no {MEGATRON_FOLDER} there, got some; give another with -o DIR")
         with setting.open_run(request.paths) as recorded:
-            reading = StepReading(recorded, query, request.attempt, request.times, setting.say)
+            reading = StepReading(recorded, query, request.attempt, request.times, setting.to_stderr)
             encoder = encoders.MegatronStatsEncoder(query)
             return write_directory(output / MEGATRON_FOLDER, reading, encoder, request.jobs, setting)
 
@@ -213,27 +212,13 @@ FORMATS: dict[str, ExportFormat] = {
 
 
 class KnownFormats(Mapping[str, ExportFormat]):
-    """FORMATS and those of other packages, which are imported when one is asked for, or are a ConfigError then."""
+    """FORMATS and those of other packages. A package is imported when its format is asked for; ConfigError if that fails."""
 
     def __init__(self) -> None:
         self._outside = {part.name: part for part in outside_parts(ENTRY_POINTS, FORMATS)}
 
     def __getitem__(self, name: str) -> ExportFormat:
-        if name in FORMATS:
-            return FORMATS[name]
-        part = self._outside[name]
-        try:
-            found = part.load()
-            found = found() if isinstance(found, type) else found
-        except ConfigError as error:
-            raise ConfigError(f"{part.where} {error}") from error
-        except Exception as error:  # another package's code may fail in any way
-            raise ConfigError(f"{part.where} cannot be made: {type(error).__name__}: {error}") from error
-        lacking = [one for one in ("name", "goes_to", "options", "takes", "write") if not hasattr(found, one)]
-        if lacking:
-            what = f"it has no {' and no '.join(lacking)}; see sentinel.exports.request.ExportFormat"
-            raise ConfigError(f"{part.where} is no export format: {what}")
-        return found  # type: ignore[no-any-return]
+        return FORMATS[name] if name in FORMATS else OutsideFormat(self._outside[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter([*FORMATS, *self._outside])
@@ -243,7 +228,7 @@ class KnownFormats(Mapping[str, ExportFormat]):
 
 
 def export(request: ExportRequest, setting: ExportSetting) -> Written:
-    """Write what was asked for. UnfitOptions where the format does not take it; ConfigError where it cannot be written."""
+    """Write an export. UnfitOptions where the format does not take an option; ConfigError where it cannot be written."""
     form = KnownFormats()[request.form]
     given = request.given()
     if "vectors" in given and ("vectors" not in form.options or given & {"aggregate", "statistic", "squash-names"}):

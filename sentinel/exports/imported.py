@@ -1,5 +1,4 @@
-"""A run recorded by another tool, written as a run of ours: one incarnation a rank and attempt, so that all else reads
-it."""
+"""A run that another tool recorded, written as a spool: one incarnation for each rank and attempt."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
 STEP_NS = 1_000_000
-"""Nanoseconds between the invented times of two steps: msProbe writes none, and only their order means anything."""
+"""Nanoseconds between the times given to two steps: msProbe writes none, so only their order has a meaning."""
 _FORWARD_FILES = ("actv", "attention_hook", "moe_router_logit_hook", "linear_hook")
 
 
 class ImportedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose observations these are."""
+    """The rank and attempt that observations belong to."""
 
     run: str
     rank: int
@@ -41,7 +40,7 @@ class ImportedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StepClock:
-    """The time of the step that is being written."""
+    """A clock that stands at the step that is being written."""
 
     def __init__(self, began_ns: int) -> None:
         self._began_ns = began_ns
@@ -55,7 +54,7 @@ class _StepClock:
 
 
 class IncarnationWriter:
-    """Writes the spool of one rank's attempt. The same steps make the same bytes."""
+    """Writes the spool of one rank's attempt. The same steps give the same bytes."""
 
     def __init__(self, run_dir: Path, who: ImportedRank) -> None:
         self.who = who
@@ -99,7 +98,7 @@ class IncarnationWriter:
         self.num_rows += len(rows)
 
     def close(self, last_step: int) -> None:
-        """Say bye."""
+        """Write the end of the incarnation, and close the spool. last_step: the newest step that was written."""
         self._append(FrameType.BYE, encode_message(Bye(reason="exit", step=last_step)))
         self._spool.close()
 
@@ -188,7 +187,7 @@ def _module_of(line: Observation) -> str:
 
 
 def _modules(lines: Iterable[Observation]) -> list[tuple[int, str]]:
-    """Return (chunk, module) in the order of forward: as the forward says, else as weights lie, else backward reversed."""
+    """Return (chunk, module) in the order of forward: by activations, else by weights, else by gradients, reversed."""
     found: dict[tuple[int, str], None] = {}
     lines = list(lines)
     forward = [line for line in lines if line.file in _FORWARD_FILES]

@@ -18,7 +18,7 @@ STAT_OF_SITE = {
     "dgrad_in": "dgrad_raw_moments_by_layer",
 }
 STAT_OF_STREAM = {"activation": "residual_raw_moments_by_layer", "dgrad": "residual_dgrad_raw_moments_by_layer"}
-"""What goes from block to block is the residual stream: written there besides."""
+"""Kind -> stat of the residual stream, in which what passes from block to block is written a second time."""
 STREAM_STATS = frozenset(STAT_OF_STREAM.values())
 STREAM = "residual"
 KINDS = (*STAT_OF_PARAMETER, *STAT_OF_SITE, STREAM)
@@ -54,7 +54,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def raw_moments(moments: Moments) -> list[RawMoments]:
-    """Return the values of each row. A sum too large for a float64 is null in JSON.
+    """Return the raw moments, sums of x**k over finite elements, of each row. One too large for float64 is null in JSON.
 
     Source: S2 = M2 + n mu^2 and so on (`Moments.raw_moments`).
     """
@@ -81,7 +81,7 @@ def raw_moments(moments: Moments) -> list[RawMoments]:
 def places_of(
     name: str, kind: str, border: str = "", also: Sequence[str] = (), consumers: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """Return (stat, name) of each place where a tensor is written: once for every module that gives or takes it.
+    """Return (stat, name) of each line that a tensor is written in: one for every module that returns or takes it.
 
     border, also, consumers: as of a logical tensor. Source: `decoder.layers.0.mlp.linear_fc1/input0`, and for the residual
     stream `decoder/input0`, `decoder.layers.0/output0`, as RawMomentLogger names its sites. A module's gradient there is its
@@ -119,16 +119,17 @@ def _stream_site(givers: Sequence[str], takers: Sequence[str], border: str) -> s
 
 
 def file_name(stat: str, rank: int) -> str:
-    """Return where a rank's lines of a stat are, below the directory of the stats."""
+    """Return the path of a rank's lines of a stat, relative to the directory of the stats."""
     return f"{stat}/rank{rank}.jsonl"
 
 
 def lines_of(
     iteration: int, samples: float | None, rows: Iterable[tuple[str, str, int, RawMoments]]
 ) -> tuple[list[tuple[str, bytes]], int]:
-    """Return (file, line) for each file that an iteration has values in, and how many values those are.
+    """Return ((file, line) for each file that an iteration has values in, number of the values).
 
-    A tensor is in the file of the lowest rank that holds it, nowhere else. rows: (stat, name, that rank, values).
+    A tensor is in the file of the lowest rank that holds it alone. samples: trained on so far; None: not known. rows:
+    (stat, name, that rank, values).
     """
     lines: dict[tuple[str, int], dict[str, RawMoments]] = {}
     for stat, name, rank, values in rows:

@@ -14,7 +14,7 @@ from sentinel.exports.msprobe_format import TENSOR_FILES, file_of_kind, tag_name
 
 ANOMALY_FILE = "anomaly_detected/rank{rank}/anomaly.json"
 NO_CALL = -1
-"""msProbe's call_id of a tensor that it did not see called."""
+"""msProbe's call_id of a tensor of which it saw no call."""
 _WHOLE = re.compile(r"^(?:model|stage\d+)(?=$|:)")
 """Names of a whole chunk, which msProbe has no name for."""
 
@@ -22,12 +22,12 @@ _SEEN_AS = {"nans": "nan", "infs": "inf"}
 
 
 class MsprobeAnomalies:
-    """Writes the files, a record at a time: memory holds their keys alone."""
+    """Writes the files a record at a time; memory holds only the keys of the records."""
 
     def __init__(self, directory: Path, names: Mapping[tuple[int, str, str], str] | None = None) -> None:
         """names: (rank, kind, canonical name) -> the name in its CSV files, of every tensor that stands in them.
 
-        None: the ranks' own names are not known any more, and canonical ones take their place.
+        None: the ranks' own names are not in the spool any more; canonical ones are written.
         """
         self._directory = directory
         self._names = names
@@ -39,7 +39,7 @@ class MsprobeAnomalies:
 
     @property
     def num_tags(self) -> int:
-        """Different tensors among the records."""
+        """Number of different tensors among the records."""
         return len(self._tags)
 
     def add(self, anomaly: Anomaly) -> bool:
@@ -97,7 +97,7 @@ class MsprobeAnomalies:
         return file
 
     def close(self) -> None:
-        """End the objects."""
+        """Write the ends of the JSON objects, and close the files."""
         for file in self._files.values():
             if not file.closed:
                 file.write("\n}")

@@ -1,4 +1,4 @@
-"""Rows as msProbe's CSV files have them: its files, its columns, every digit."""
+"""Rows as msProbe's CSV files have them: its file names, its columns, all digits."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from sentinel.exports.msprobe_format import (
 from sentinel.messages import TensorInfo
 
 MICRO_FILES = ("actv", "actv_grad")
-"""Files whose lines always have a micro-step: that of rows folded over several is 0."""
+"""Files whose lines always have a micro_step; rows folded over several have 0."""
 GRADIENT_FILE = "grad_unreduced"
-"""Has micro-steps where a step has several."""
+"""File that has a column of micro-steps if a step has several."""
 FEATURE_KINDS = frozenset(one.kind for one in FEATURE_FILES.values())
-"""Kinds of which its files have single numbers."""
+"""Kinds that its files have as single numbers, not as statistics."""
 _SIDES = {kind: sides for sides in (("activation", "activation_in"), ("dgrad", "dgrad_in")) for kind in sides}
 """Kind -> what the same tensor is as a module's output, and as one's input."""
 
 
 class Spot(msgspec.Struct, frozen=True):
-    """Where a tensor stands: the file, and the name in it."""
+    """Where a tensor is written: the file, and the name in it."""
 
     file: str
     name: str
     shift: int = 0
-    """Its step in the file less ours."""
+    """The step in the file minus Sentinel's."""
     column: str = ""
-    """Of a file of features: which one it is; empty: it has all the statistics."""
+    """Column, in a file of features; empty: it has all the statistics."""
 
 
 def spots_of(infos: Iterable[TensorInfo], squash: bool = False) -> dict[int, tuple[Spot, ...]]:
-    """Return id -> where msProbe has a tensor: once for each module that takes or gives it.
+    """Return id of a tensor -> where msProbe writes it: once for each module that takes or returns it.
 
-    Kinds that it does not measure are not there. A module's tensors are numbered where it has several, as msProbe does.
+    Kinds that msProbe does not measure are left out. The tensors of a module are numbered where it has several, as there.
+    squash: names are shortened as `squashed` does.
     """
     infos = list(infos)
     short = squashed(list(dict.fromkeys(_module(info.name) for info in infos))) if squash else {}
@@ -99,7 +100,7 @@ def _feature_spot(info: TensorInfo, short: dict[str, str]) -> Spot | None:
 def feature_line(
     file: str, vpp_stage: int, name: str, step: int, micro_step: int, values: Mapping[str, float]
 ) -> tuple[str, str]:
-    """Return (header, line) of a module's features. values: column -> ours; what is not there is nan."""
+    """Return (header, line) of a module's features. values: column -> Sentinel's value; the others are written as nan."""
     features = FEATURE_FILES[file]
     own = [values.get(column, math.nan) ** (1 / feature.power) for column, feature in features.columns.items()]
     micro = [str(max(micro_step, 0))] if features.has_micro_steps else []
@@ -119,7 +120,7 @@ def _free(element: str, taken: Sequence[str]) -> str:
 
 
 def micro_step_of(file: str, micro_step: int, has_several: bool) -> int | None:
-    """Return the micro-step that a line of this file tells; None: the file has no such column.
+    """Return the micro_step that a line of this file has; None: the file has no such column.
 
     has_several: whether the step has gradients of several micro-batches; of one alone it is that of the step.
     """
@@ -148,7 +149,7 @@ def line(
 
 
 def share_values(ops: Sequence[str], share: float) -> list[float | int]:
-    """Return what `other` has of a share: it is a tensor of one element there."""
+    """Return the statistics of a share in the file `other`, where it is a tensor of one element."""
     of_op: dict[str, float | int] = {"nans": int(math.isnan(share)), "zeros": float(abs(share) < 1e-8)}
     return [of_op.get(op, share) for op in ops]
 
@@ -170,7 +171,7 @@ def _quoted(text: str) -> str:
 
 
 def ops_of(statistics: Sequence[str], is_all: bool) -> tuple[str, ...]:
-    """Return the columns that msProbe knows among statistics that were asked for; all of them: its own, in its order."""
+    """Return the statistics asked for that msProbe knows. is_all: all that it knows, in its order."""
     return OPS if is_all else tuple(name for name in statistics if name in OPS)
 
 

@@ -1,6 +1,6 @@
-"""How msProbe names things: its folders, its CSV files and their columns, the names and tags in them.
+"""The names of msProbe's format: folders, CSV files and their columns, the names and tags in them.
 
-Source: msProbe 26.2 and its output. Facts of the format alone; what it measures when is in docs/exports.md.
+Source: msProbe 26.2 and its output. What it measures, and when, is in docs/exports.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ FOLDER = re.compile(r"([\w-]{0,20})-rank(\d{1,5})-(\w*)")
 FILE = re.compile(r"([a-z_]+?)_(\d+)-(\d+)\.csv")
 """`grad_reduced_0-9.csv`: the steps from 0 to 9."""
 TIME = "%b%d_%H-%M-%S"
-"""In a folder's name: without a year, at UTC+8 wherever it was written."""
+"""Time in a folder's name: without a year, at UTC+8 wherever it was written."""
 TIME_OFFSET_S = 8 * 3600
 
 HEAD = ("vpp_stage", "name", "step")
 MICRO_STEP = "micro_step"
 OPS = ("min", "max", "mean", "norm", "nans", "zeros")
-"""Statistics it knows; which of them there are, and in which order, is the user's choice."""
+"""Statistics that it knows; its user chooses which of them are written, and in which order."""
 TAIL = ("shape", "dtype")
 
 TENSOR_FILES: dict[str, tuple[str, int]] = {
@@ -34,18 +34,19 @@ TENSOR_FILES: dict[str, tuple[str, int]] = {
     "exp_avg": ("exp_avg", -1),
     "exp_avg_sq": ("exp_avg_sq", -1),
 }
-"""File -> (our kind, our step less its step). It reads the optimizer's state before the update, Sentinel behind it."""
+"""File -> (Sentinel's kind, Sentinel's step minus its step). It reads the optimizer's state before the update, Sentinel
+after it."""
 OTHER_FILE = "other"
 """Agreement of gradient and momentum, by parameter; communication, in lines that do not fit their header."""
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """A column of one of its files of features: one number an observation."""
+    """A column of one of its files of features: one number for each observation."""
 
     quantity: str
-    """What it is here, behind the colon of a name."""
+    """The quantity behind the colon of Sentinel's name."""
     power: int = 1
-    """Ours is this power of its own: its `sr` is ||W||_F / ||W||_2, the stable rank that square."""
+    """Sentinel's value is msProbe's to this power: its `sr` is ||W||_F / ||W||_2, the stable rank is the square of that."""
 
 
 class FeatureFile(msgspec.Struct, frozen=True):
@@ -53,9 +54,9 @@ class FeatureFile(msgspec.Struct, frozen=True):
 
     kind: str
     suffix: str
-    """Behind the module's name there."""
+    """What follows the module's name in msProbe."""
     ending: str
-    """Behind the module's name here: the weight that was looked at."""
+    """What follows the module's name in Sentinel: the weight that was measured."""
     columns: dict[str, Feature]
     has_micro_steps: bool
 
@@ -89,7 +90,7 @@ TAG_OF_KIND = {
     "wgrad_unreduced": "acc_grad",
     "wgrad": "post_grad",
 }
-"""Our kind -> the last word of a tag; other kinds stand there as they are."""
+"""Sentinel's kind -> the last word of a tag; other kinds have their own name there."""
 
 _SLOT = re.compile(r"(?P<module>.*?)\.?(?P<slot>input|output)(?:_(?P<element>[^.]+))?")
 _INPUT_OF = {"activation": "activation_in", "dgrad": "dgrad_in"}
@@ -97,7 +98,7 @@ _OUTPUT_OF = {kind: output for output, kind in _INPUT_OF.items()}
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """What a name in `actv` or `actv_grad` says."""
+    """The parts of a name in `actv` or `actv_grad`."""
 
     kind: str
     name: str
@@ -105,7 +106,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 def slot_of(kind: str, name: str) -> Slot | None:
-    """Return what `encoder.layers.0.self_attn.output_1` says; None for a name that is of no input or output.
+    """Return the parts of `encoder.layers.0.self_attn.output_1`; None: the name is of no input or output.
 
     kind: activation or dgrad, by the file.
     """
@@ -125,7 +126,7 @@ def slot_name(kind: str, name: str) -> str:
 
 
 def file_of_kind(kind: str) -> str | None:
-    """Return the file in which tensors of this kind stand; None for what msProbe does not measure."""
+    """Return the file that has the tensors of a kind; None: msProbe does not measure it."""
     kind = _OUTPUT_OF.get(kind, kind)
     return next((file for file, (one, shift) in TENSOR_FILES.items() if one == kind and file != "param_updated"), None)
 

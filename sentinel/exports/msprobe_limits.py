@@ -1,4 +1,4 @@
-"""What no tensor can have: statistics that are wrong in a file whatever was trained."""
+"""Statistics that no tensor can have: a file with such a one is damaged, whatever was trained."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from sentinel.errors import ConfigError
 
 DIGIT = 1e-5
-"""What a statistic near zero may be off: ten units of the sixth decimal, the last one that msProbe writes."""
+"""Largest absolute error of a statistic: ten units of the sixth decimal, the last one that msProbe writes."""
 SHARE = 0.02
-"""Share of the largest element that it may be off besides: five units of bf16, whose 8 bits resolve 1/256."""
+"""Largest error beside that, as a share of the largest element: five units of bf16, whose 8 bits resolve 1/256."""
 _INF = math.inf
 RANGES: dict[str, tuple[float, float]] = {
     "norm": (0.0, _INF), "nans": (0.0, _INF), "zeros": (0.0, 1.0), "sr": (0.0, _INF), "kernel_norm": (0.0, _INF),
@@ -23,7 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {
 def refuse_impossible(where: str, values: Mapping[str, float], shape: Sequence[int] | None) -> None:
     """Raise ConfigError, beginning with `where`, for statistics that contradict themselves or each other.
 
-    values: statistic -> value, NaN where it is not known. shape: of the tensor; None: no tensor's elements are told of.
+    values: statistic -> value, NaN where it is not known. shape: of the tensor; None: the record is of no tensor.
     """
     for name, value in values.items():
         low, high = RANGES.get(name, (-_INF, _INF))

@@ -1,7 +1,7 @@
-"""msProbe's CSV files read as rows of ours: what they say, and nothing that they do not.
+"""msProbe's CSV files read as rows of Sentinel's, without guesses at what they do not contain.
 
-A line tells of a tensor's elements by a few statistics. Count comes from its shape, m2 from norm, mean and count; the third
-and fourth moments are not there and stay undefined. Of a tensor with NaN or infinities the finite elements are not told.
+A line has a few statistics of a tensor's elements. Count comes from its shape, m2 from norm, mean and count; the third
+and fourth moments are not there and stay undefined. Of a tensor with NaN or infinities the finite elements are not known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sentinel.moments import UNKNOWN_COUNT, Moments
 from sentinel.record import STATS_DTYPE
 
 MAX_NUMBER = 2**40
-"""Steps, micro-batches or chunks that a name may count; a larger number was not written by a trainer's counter."""
+"""Largest number of a step, micro-batch or chunk that is accepted; no trainer counts that far."""
 MAX_ELEMENTS = 2**62
 ROUNDING = 1e-4
 """Relative change of a norm that counts as rounding to six decimals, which msProbe writes by default. Too small: rounding
@@ -51,26 +51,26 @@ class Observation(msgspec.Struct, frozen=True):
     """One line: a tensor at a step and micro-step."""
 
     file: str
-    """Which of msProbe's files it stands in: `actv`, `grad_reduced`, ..."""
+    """msProbe's file that the line is in: `actv`, `grad_reduced`, ..."""
     kind: str
     name: str
     """Name on the rank, as Sentinel has it."""
     vpp_stage: int
     step: int
-    """As Sentinel counts: of the optimizer's state one less than the line says, of updated weights one more."""
+    """As Sentinel counts: of optimizer state one less than in the line, of updated weights one more."""
     micro_step: int
     """-1: of no micro-batch."""
     shape: tuple[int, ...]
     dtype: str
     values: tuple[float, ...]
-    """Of the statistics of its file, in the file's order."""
+    """Values of the statistics of the file, in the file's order."""
     ops: tuple[str, ...]
     where: str
     """FILE:LINE."""
 
 
 class Unread(msgspec.Struct):
-    """What was there and did not become rows."""
+    """What the folders contain and no row was made of."""
 
     num_no_tensor: int = 0
     """Observations of what is no tensor (None, a number): msProbe writes them as NaN."""
@@ -78,12 +78,12 @@ class Unread(msgspec.Struct):
     """Lines of collectives: they have another number of columns than their header."""
     first_communication: str = ""
     num_before_first: int = 0
-    """Lines on the optimizer's state as it was before step 0: it is of no step."""
+    """Lines of the optimizer's state before step 0, which belongs to no step."""
     files: list[str] = []
-    """Files of other things."""
+    """Names of files that hold no tensors."""
 
     def add(self, other: Unread) -> None:
-        """Take in what another folder had."""
+        """Add what another folder contains."""
         self.num_no_tensor += other.num_no_tensor
         self.num_communication += other.num_communication
         self.first_communication = self.first_communication or other.first_communication
@@ -92,16 +92,16 @@ class Unread(msgspec.Struct):
 
 
 class RankFolder(msgspec.Struct, frozen=True):
-    """What one process of one rank wrote."""
+    """The folder that one process of one rank wrote."""
 
     path: str
     rank: int
     time: str
-    """As its name says, `Nov21_13-56-02`; empty where it does not."""
+    """The time in its name, `Nov21_13-56-02`; empty: the name has none."""
 
 
 def rank_folders(directory: Path) -> list[list[RankFolder]]:
-    """Return the folders of ranks in `directory`, by attempt: a rank that is there again began anew.
+    """Return the folders of ranks in `directory`, a list for each attempt: a second folder of a rank is the next attempt.
 
     The directory may be msProbe's output, or the folder of one rank. ConfigError when there is none.
     """
@@ -151,7 +151,7 @@ def csv_files(folder: Path) -> list[tuple[int, int, str, Path]]:
 
 
 def other_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files that hold no tensors; ConfigError for a CSV file that nobody knows."""
+    """Return the names of a folder's files that hold no tensors. ConfigError for a CSV file that is not msProbe's."""
     known = {path for _, _, _, path in csv_files(folder)}
     left = sorted(path for path in folder.iterdir() if path not in known)
     for path in left:
@@ -166,7 +166,7 @@ def other_files(folder: Path) -> list[str]:
 def read_file(path: Path, file: str, steps: tuple[int, int], unread: Unread) -> Iterator[Observation]:
     """Yield the lines of one of msProbe's files. ConfigError, with FILE:LINE, for one that is torn or makes no sense.
 
-    steps: the first and the last one that its name promises.
+    steps: the first and the last one in the file's name. unread: counts what becomes no row.
     """
     try:
         with path.open("r", encoding="utf-8", newline="") as stream:
@@ -310,10 +310,10 @@ def _shape(where: str, text: str) -> tuple[int, ...] | None:
 
 
 def stats_of(lines: list[Observation]) -> npt.NDArray[np.void]:
-    """Return what lines with the same statistics say of their tensors: [lines] STATS_DTYPE.
+    """Return the statistics of lines that have the same columns: [lines] STATS_DTYPE.
 
-    Unknown statistics are NaN, an unknown min or max is what stands for none, unknown zeros are UNKNOWN_COUNT. Non-finite
-    elements are counted as far as they are known: at least one where a statistic shows one.
+    Unknown statistics are NaN, an unknown min or max is that of no elements, an unknown count of zeros UNKNOWN_COUNT.
+    Non-finite elements are counted as far as they are known: at least one where a statistic shows one.
     """
     ops = lines[0].ops
     if ops == ("value",):

@@ -18,24 +18,25 @@ _FORWARD, _BACKWARD, _GRADIENT = 0, 1, 2
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What a rank said of one step."""
+    """All observations of one rank at one step."""
 
     step: int
     lines: list[Observation]
-    """In the order in which they were observed, as far as msProbe tells: by micro-step, forward before backward."""
+    """In the order in which they were observed, as far as the files show: by micro-step, forward before backward."""
     repeat: int = 0
-    """Of a step that the rank wrote again after it went on from an older checkpoint: which time this is, 0-based."""
+    """How often the rank had written this step before, having resumed from an older checkpoint; 0: this is the first
+    time."""
 
 
 class RepeatedLine(ConfigError):
-    """A tensor that is there twice at one step."""
+    """A tensor has two lines at one step."""
 
 
 class RankSteps:
     """Reads the folder of one rank, a few files at a time."""
 
     def __init__(self, folder: Path, *, is_resumed: bool = False) -> None:
-        """is_resumed: what is there a second time was written by a resumed run, instead of being an error."""
+        """is_resumed: a second line of a tensor at a step was written by a resumed run; else it is a RepeatedLine."""
         self.folder = Path(folder)
         self.is_resumed = is_resumed
         self.unread = Unread()

@@ -6,11 +6,24 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from sentinel.errors import ConfigError
+from sentinel.exports.request import ExportSetting
+
+
+@contextlib.contextmanager
+def text_output(output: Path | None, setting: ExportSetting) -> Iterator[IO[bytes]]:
+    """Yield where a format of one text writes: stdout, or a file that is there once the block ends without an exception."""
+    if output is None:
+        with setting.stdout() as out:
+            yield out
+    else:
+        with WholeFile(output) as whole:
+            yield whole.file
 
 
 class WholeFile:
@@ -66,7 +79,7 @@ class WholeDirectory:
         """Names, relative, of the files written so far."""
 
     def append(self, name: str, data: bytes, head: bytes = b"") -> None:
-        """Write behind what a file of this name holds; head goes before the first."""
+        """Append data to a file of the directory. head: bytes that a new file begins with."""
         is_new = name not in self.files
         path = self.scratch / name
         if is_new:

@@ -53,7 +53,7 @@ def load() -> Any:
 
 
 def schema_of(columns: Sequence[str], about: Mapping[str, str]) -> pa.Schema:
-    """Return the schema of a table. about: what the file says of itself, beside the version of this schema."""
+    """Return the schema of a table. about: metadata of the file, beside the version of this schema."""
     pa = load()
     types = {
         "int32": pa.int32(), "int64": pa.int64(), "bool": pa.bool_(), "timestamp": pa.timestamp("us", tz="UTC"),
@@ -115,7 +115,7 @@ class ParquetTable:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write what waits, and the footer; after an error nothing more, nor when it is collected."""
+        """Write the last row group and the footer; after an error write nothing more."""
         if error is None:
             self._flush()
             self._writer.close()

@@ -1,4 +1,4 @@
-"""What each rank recorded itself, row by row: before shards, copies and micro-steps are merged."""
+"""The rows that each rank recorded, before shards, copies and micro-steps are merged."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class RankSeries(msgspec.Struct, frozen=True):
     """One tensor of one rank."""
 
     name: str
-    """Canonical."""
+    """Canonical name of the tensor."""
     info: TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class RankStepRows:
-    """One step as its ranks told it; small enough to be handed to another process."""
+    """The rows of one step as its ranks recorded them, without the view; picklable."""
 
     attempt: int
     step: int
@@ -50,7 +50,7 @@ class RankStepRows:
 
     @classmethod
     def of(cls, view: StepView) -> RankStepRows:
-        """Return what is kept of a view."""
+        """Return the rows of a view."""
         parts = tuple((part.rank, part.incarnation.hex()[:8], part.rows) for part in view.parts)
         scalars = {name: one.mean for name, one in view.scalars.items()}
         return cls(view.attempt, view.step, view.time, view.is_skipped, view.layout, parts, scalars)
@@ -58,7 +58,7 @@ class RankStepRows:
 
 @dataclass(frozen=True, slots=True)
 class RankPoints:
-    """The rows of one rank and step that a query takes."""
+    """The rows of one rank and step that a query selects."""
 
     rank: int
     incarnation: str
@@ -74,7 +74,7 @@ class RankPoints:
 
 
 class RankPicker:
-    """A query at work on the ranks' own rows."""
+    """Selects rows of ranks by a query, step after step."""
 
     def __init__(self, query: SeriesQuery) -> None:
         self.query = query
@@ -82,7 +82,7 @@ class RankPicker:
         self._series: dict[int, list[RankSeries | None]] = {}
 
     def points(self, step: RankStepRows) -> list[RankPoints]:
-        """Return the rows of the tensors that are asked for, rank by rank."""
+        """Return the rows of the tensors that the query selects, rank by rank."""
         if step.layout is not self._layout:
             self._layout, self._series = step.layout, {}
         found = []
@@ -110,7 +110,7 @@ class RankPicker:
         return found
 
     def scalars(self, step: RankStepRows) -> dict[str, float]:
-        """Return the logged values that are asked for: means over the ranks that report them."""
+        """Return name -> logged value that the query selects: the mean over the ranks that report it."""
         if SCALAR not in self.query.kinds:
             return {}
         return {name: value for name, value in step.scalars.items() if any(matches(glob, name) for glob in self.query.names)}

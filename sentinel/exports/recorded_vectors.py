@@ -1,4 +1,4 @@
-"""What a run recorded that is no row: histograms, values for each head, expert or channel, in the order of the spool."""
+"""Vectors of a run in the order of the spool: histograms, and values for each head, expert or channel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RecordedVector(msgspec.Struct, frozen=True):
 
 
 class VectorReader:
-    """Reads the vectors of a run. What a rank lived through twice is its newest attempt's."""
+    """Reads the vectors of a run. Of a step that was trained twice, those of the newest attempt."""
 
     def __init__(
         self, paths: RunPaths, query: SeriesQuery, attempt: int | None = None, times: tuple[float, float] | None = None
@@ -57,7 +57,7 @@ class VectorReader:
         self._attempt = attempt
         self._times = times
         self.num_broken = 0
-        """Vectors whose values do not fill their shape, or of a tensor that nobody described."""
+        """Vectors whose values do not fill their shape, or of a tensor that no descriptor has."""
         self.names: set[str] = set()
         """Of the tensors that have vectors, whether they were asked for or not."""
         self.met: set[str] = set()
@@ -101,7 +101,7 @@ class VectorReader:
             yield from records
 
     def _others(self, rank: int) -> dict[int, Descriptor]:
-        """Return what the other ranks said last: layers are numbered over all of them."""
+        """Return rank -> newest descriptor of the other ranks: layers are numbered over all of them."""
         return {
             incarnation.rank: incarnation.descriptor
             for incarnation in self._follower.incarnations.values()
@@ -130,7 +130,7 @@ class VectorReader:
 
 
 def _values(vector: Vector) -> npt.NDArray[np.float64] | None:
-    """Return a vector's values; None where its bytes are not what it says."""
+    """Return a vector's values; None: its bytes do not fill its shape."""
     try:
         dtype = np.dtype(vector.dtype)
         if dtype.kind not in "iufb":

@@ -1,4 +1,4 @@
-"""ExportRequest: what is asked of an export; ExportFormat: what each format owes; and what became of it."""
+"""ExportRequest: what an export is to write; ExportFormat: the protocol of formats; Written: what was written."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from sentinel.step_view import StepView
 
 Option: TypeAlias = Literal["aggregate", "name", "kind", "statistic", "times", "squash-names", "vectors"]
-"""What some formats take and others do not; steps and attempts all of them take."""
+"""Options that some formats take and others do not; all take steps and attempts."""
+Goes: TypeAlias = Literal["text", "file", "directory"]
+"""Where a format writes: `text`, to stdout or a file; `file`, to a file alone; `directory`, to many files."""
 
 
 class UnfitOptions(ConfigError):
-    """What was asked for does not go together, or not with the format."""
+    """Options contradict each other, or the format does not take one."""
 
 
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +31,7 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     run_dir: Path
     state_dir: Path | None = None
-    """Where the journal is; None: where the run says."""
+    """Directory of the journal; None: the one that the run names."""
     form: str
     """The format's name."""
     output: Path | None = None
@@ -46,20 +48,20 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
     times: tuple[float, float] | None = None
     """Seconds since the epoch between which a step ended; None: whenever."""
     attempt: int | None = None
-    """None: of each step the newest."""
+    """Number of the attempt; None: of each step the newest."""
     is_ranked: bool | None = None
     """Rows as each rank recorded them, or merged; None: as the format usually has them."""
     is_squashed: bool = False
     """Leave out what stands before the last part `layers` of a name."""
     is_vectors: bool = False
-    """What is no row instead: histograms, values for each head, expert or channel."""
+    """Write vectors instead of rows: histograms, values for each head, expert or channel."""
     steps_per_file: int = 1
     jobs: int = 1
     """Processes that encode."""
 
     @property
     def paths(self) -> RunPaths:
-        """Where the run's files are. StoreError where that cannot be told."""
+        """Where the run's files are. StoreError where that is not known."""
         return RunPaths.of(self.run_dir, self.state_dir)
 
     def given(self) -> set[Option]:
@@ -82,12 +84,12 @@ class Written(msgspec.Struct):
     left_out: dict[str, int] = {}
     """Why -> series that were asked for and are not written."""
     files: list[dict[str, Any]] | None = None
-    """What each file holds, of a format that says so in place of the sums above; None: it does not."""
+    """Contents of each file, of formats that list them in place of the sums above; None: this one does not."""
     is_clean: bool = True
-    """Nothing that was asked for is missing or broken."""
+    """Whether nothing that was asked for is missing or damaged."""
 
     def sums(self, is_directory: bool) -> dict[str, Any]:
-        """Return what is told of it all, for people's programs; of a directory the number of its files too."""
+        """Return the summary that `--json` prints; of a directory the number of its files too."""
         reported: dict[str, Any] = {"num_rows": self.num_rows, "num_series": self.num_series, "num_steps": self.num_steps}
         if is_directory:
             reported["num_files"] = self.num_files
@@ -95,11 +97,11 @@ class Written(msgspec.Struct):
 
 
 class RecordedSteps(Protocol):
-    """A run's steps as they are on disk."""
+    """The steps of a run, read from its spool and journal."""
 
     @property
     def has_resumed(self) -> bool:
-        """Whether a rank began anew: then a step may be there twice."""
+        """Whether a rank was started again, so that a step may have been trained twice."""
         ...
 
     @property
@@ -123,20 +125,20 @@ class RecordedSteps(Protocol):
 
 
 class ExportProgress(Protocol):
-    """Shows how far an export is."""
+    """Shows the progress of an export."""
 
     def show(self, num_steps: int, share: Callable[[], float]) -> None:
-        """Move on. share: returns how much is done, in [0, 1]; asking looks at the disk."""
+        """Show that `num_steps` were written. share: returns how much is done, in [0, 1]; it reads sizes from the disk."""
         ...
 
 
 class ExportSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export is handed beside the request: the run's steps, stdout and people's ears."""
+    """What an export gets beside the request: a reader of runs, stdout, stderr, and a progress bar."""
 
     open_run: Callable[[RunPaths], AbstractContextManager[RecordedSteps]]
     stdout: Callable[[], AbstractContextManager[IO[bytes]]]
-    say: Callable[[str], None]
-    """Writes one line of talk."""
+    to_stderr: Callable[[str], None]
+    """Writes one line to stderr."""
     progress: Callable[[], AbstractContextManager[ExportProgress]]
 
 
@@ -149,8 +151,8 @@ class ExportFormat(Protocol):
         ...
 
     @property
-    def goes_to(self) -> Literal["text", "file", "directory"]:
-        """`text`: stdout or a file; `file`: a file alone; `directory`: many files."""
+    def goes_to(self) -> Goes:
+        """Where it writes."""
         ...
 
     @property
@@ -160,7 +162,8 @@ class ExportFormat(Protocol):
 
     @property
     def takes(self) -> str:
-        """The same in words: `writes anomalies: --name, --steps and times choose them`."""
+        """What it writes and which options select it, in words: `writes anomalies: --name, --steps and times choose
+        them`."""
         ...
 
     def write(self, request: ExportRequest, setting: ExportSetting) -> Written:

@@ -43,7 +43,7 @@ class SeriesQuery(msgspec.Struct, frozen=True, kw_only=True):
     statistics: tuple[str, ...] = STATISTICS
     first_step: int = 0
     last_step: int = 2**62
-    """Both included."""
+    """The last step; first and last are both included."""
 
     def __post_init__(self) -> None:
         for what, words, known in (
@@ -76,7 +76,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     """Coordinates of a tensor that each rank keeps for itself: `tp=1`; empty: the whole tensor."""
     num_excluded: int = 0
-    """Series that match and are in no group, because nobody may merge them (unknown and partial placements)."""
+    """Series that match and are in no group, because they cannot be merged (unknown and partial placements)."""
     rank: int = 0
     """The lowest rank that holds it, or any of its members."""
     border: str = ""
@@ -89,26 +89,26 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class MergedStep:
-    """What is kept of a judged step: the merged moments of the tensors that were there."""
+    """The merged moments of the tensors of one step, without its rows and view."""
 
     seq: int
-    """Of the decision that closed it; 0: none."""
+    """Number of the decision that closed it; 0: none."""
     attempt: int
     step: int
     time: float
     is_skipped: bool
     layout: Layout
     index: npt.NDArray[np.int32]
-    """[present] logical tensors."""
+    """[present] index of each tensor in the layout."""
     stats: npt.NDArray[np.void]
     """[present] STATS_DTYPE."""
     is_whole: npt.NDArray[np.bool_] | None
-    """[num_tensors] whether all shards are in it; None: of all."""
+    """[num_tensors] whether no shard is missing; None: none is of any tensor."""
     scalars: dict[str, float]
 
     @classmethod
     def of(cls, view: StepView) -> MergedStep:
-        """Return what is kept of a view: neither rows nor the view itself."""
+        """Return the merged moments of a view, copied: neither rows nor the view are kept."""
         index = np.flatnonzero(view.present).astype(np.int32)
         stats = view.stats if len(index) == len(view.stats) else rows_at(view.stats, index)
         whole = None if len(view.parts) == len(view.places) and not _unended(view) else view.is_whole
@@ -118,7 +118,7 @@ class MergedStep:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, without its layout."""
+        """Bytes of memory, without the layout."""
         whole = 0 if self.is_whole is None else self.is_whole.nbytes
         return 512 + self.index.nbytes + self.stats.nbytes + whole + 200 * len(self.scalars)
 
@@ -139,7 +139,7 @@ def _unended(view: StepView) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExportedPoints:
-    """One step of the series of a query: those that it has."""
+    """The values of a query's series at one step: of those that the step has."""
 
     attempt: int
     step: int
@@ -154,7 +154,7 @@ class ExportedPoints:
     values: dict[str, npt.NDArray[np.float64]]
     """Statistic -> [series]; NaN where it is undefined."""
     moments: Moments
-    """[tensors and groups] what they were formed from; scalars, behind them in `series`, have none."""
+    """[tensors and groups] the moments they were computed from; scalars, which come last in `series`, have none."""
 
     def __len__(self) -> int:
         return len(self.series)
@@ -168,7 +168,7 @@ class Picked:
         self.layout = layout
         self.groups: Groups | None = None
         self.partial: list[str] = []
-        """Keys of what is asked for, and of which each rank holds a summand: nobody may merge it."""
+        """Keys of what is asked for, and of which each rank holds a summand, so that they cannot be merged."""
         if query.aggregates:
             self.groups = Groups(layout.tensors, query.aggregates, kinds=query.kinds)
             met: dict[tuple[str, str], str] = {}
@@ -261,7 +261,7 @@ class Picked:
 
 
 class Picker:
-    """A query at work over steps of changing layouts; remembers what it has met."""
+    """Applies a query to steps whose layouts may change, and keeps which globs have matched."""
 
     def __init__(self, query: SeriesQuery) -> None:
         self.query = query
@@ -271,7 +271,7 @@ class Picker:
         self.names: set[str] = set()
         """Names of the tensors and scalars of the wanted kinds met so far."""
         self.excluded: dict[tuple[str, str], tuple[int, bool]] = {}
-        """(group, kind) -> (most series that nobody may merge, whether there are others)."""
+        """(group, kind) -> (most series that cannot be merged, whether there are others)."""
         self.partial: set[str] = set()
         """Keys of tensors of which each rank holds a summand: no series is made of them."""
 
@@ -298,7 +298,7 @@ class Picker:
         return picked
 
     def saw(self, names: set[str]) -> None:
-        """Remember that there are these names."""
+        """Note that these names exist, for `check`."""
         self.names |= names
         for glob in self.query.globs:
             if glob not in self.met and any(matches(glob, name) for name in names):
@@ -341,12 +341,12 @@ class RecentSteps:
         return len({id(one.layout) for one in self._steps})
 
     def clear(self) -> None:
-        """Let go of all: the run is quiet."""
+        """Drop all steps."""
         self._steps.clear()
         self.num_bytes = 0
 
     def steps(self) -> list[MergedStep]:
-        """Return them, oldest first."""
+        """Return the steps, oldest first."""
         while True:
             try:
                 return list(self._steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentinel.explain.skip_list import skip_list
-from sentinel.exports.output import WholeFile
+from sentinel.exports.output import text_output
 from sentinel.exports.request import ExportRequest, ExportSetting, Written
 from sentinel.report.files import json_line
 
@@ -13,11 +13,7 @@ def export_skip_list(request: ExportRequest, setting: ExportSetting) -> Written:
     first, last = request.steps
     found = [one for one in skip_list(request.paths.run_dir, attempt=request.attempt) if first <= one.step <= last]
     body = b"".join(json_line(one) + b"\n" for one in found)
-    if request.output is None:
-        with setting.stdout() as out:
-            out.write(body)
-    else:
-        with WholeFile(request.output) as file:
-            file.file.write(body)
+    with text_output(request.output, setting) as out:
+        out.write(body)
     incidents, reported = {one.incident for one in found}, {one.step for one in found}
     return Written(num_rows=len(found), num_series=len(incidents), num_steps=len(reported))

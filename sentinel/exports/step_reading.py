@@ -1,4 +1,4 @@
-"""StepReading: the steps that an export asks for, each once."""
+"""StepReading: the steps that an export selects, each once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMMANDS = "each rank holds a summand of them, whose statistics say nothing of t
 class StepReading:
     """The steps of a query, each once: of a resumed run what the newest attempt measured.
 
-    Where no rank lived twice they are read in one pass; else a first pass finds which attempt speaks for each step.
+    Where no rank was started twice they are read in one pass; else a first pass finds which attempt each step is taken from.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class StepReading:
         query: SeriesQuery,
         attempt: int | None,
         times: tuple[float, float] | None,
-        say: Callable[[str], None],
+        to_stderr: Callable[[str], None],
     ) -> None:
-        """say: tells people what is left out."""
+        """to_stderr: called with a line about each thing that is left out."""
         self._recorded = recorded
-        self.say = say
+        self.to_stderr = to_stderr
         self._query = query
         self._attempt = attempt
         self._times = times
@@ -46,7 +46,7 @@ class StepReading:
         """Time of the first step that was yielded."""
 
     def views(self) -> Iterator[tuple[StepView, dict[str, float] | None]]:
-        """Yield (step, what was logged of the step before it, where that was yielded too)."""
+        """Yield (step, logged values of the step before; None: that was not yielded)."""
         chosen = None
         if self._recorded.has_resumed and self._attempt is None:
             met = [(view.attempt, view.step) for view in self._wanted()]
@@ -65,19 +65,19 @@ class StepReading:
             yield view, logged[1] if logged[0] == view.step - 1 else {} if view.step - 1 in done else None
             logged = view.step, {name: one.mean for name, one in view.scalars.items()}
         if not done:
-            self._say_nothing()
+            self._report_empty()
         else:
             self.picker.check()
         if self._num_gone:
-            self.say(f"{self._num_gone} steps are no longer in the spool and are left out")
+            self.to_stderr(f"{self._num_gone} steps are no longer in the spool and are left out")
         if self._recorded.damage:
-            self.say(f"the spool is damaged: {self._recorded.damage}; what is whole is here")
+            self.to_stderr(f"the spool is damaged: {self._recorded.damage}; what is whole is here")
         for (name, kind), (num, has_others) in sorted(self.picker.excluded.items()):
             rest = "the others are merged" if has_others else "nothing of it can be merged"
-            self.say(f'"{name}" of {kind}: {num} series have no known placement and stay with their ranks; {rest}')
+            self.to_stderr(f'"{name}" of {kind}: {num} series have no known placement and stay with their ranks; {rest}')
 
     def unmerged(self, is_ranked: bool) -> dict[str, int]:
-        """Return why -> series that the steps yielded so far hold and no merged table has."""
+        """Return why -> number of series of the steps yielded so far that a merged table cannot have."""
         if is_ranked:
             return {}
         kept = sum(num for num, _ in self.picker.excluded.values())
@@ -99,15 +99,15 @@ class StepReading:
             if self._attempt is None or view.attempt == self._attempt:
                 yield view
 
-    def _say_nothing(self) -> None:
+    def _report_empty(self) -> None:
         if self._attempts and self._attempt is not None and self._attempt not in self._attempts:
             known = ", ".join(map(str, sorted(self._attempts)))
             raise ConfigError(f"--attempt: expected one of {known}, got {self._attempt}")
-        self.say("no steps there")
+        self.to_stderr("no steps there")
 
     @property
     def share(self) -> float:
-        """How much of the reading is done, in [0, 1]."""
+        """Return how much of the spool was read, in [0, 1]."""
         num_passes = 2 if self._recorded.has_resumed and self._attempt is None else 1
         done = self._recorded.num_bytes_read / max(self._recorded.num_bytes, 1)
         return min((max(self.num_passes - 1, 0) + min(done, 1.0)) / num_passes, 1.0)

@@ -1,4 +1,4 @@
-"""Where the steps of an export go: stdout, a file, a Parquet table, a directory of files."""
+"""Targets of an export: stdout, a file, a Parquet table, a directory of files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HELD_BYTES = 16 * 2**20
 
 
 class ExportTarget(Protocol):
-    """Where encoded steps go."""
+    """Takes the encoded steps of an export."""
 
     @property
     def num_files(self) -> int:
-        """Files written to; 0 where they do not count."""
+        """Number of files written to; 0: the target is no directory."""
         ...
 
     def take(self, encoded: Encoded) -> None:
@@ -30,12 +30,12 @@ class ExportTarget(Protocol):
         ...
 
     def release(self) -> None:
-        """All globs have matched: what was held back may be seen."""
+        """Called once all globs have matched: output that was held back may be written."""
         ...
 
 
 class StreamTarget:
-    """One text on stdout; held back until nothing can be wrong with what was asked for."""
+    """Text on stdout, held back until every glob of the request has matched."""
 
     num_files = 0
 
@@ -53,7 +53,7 @@ class StreamTarget:
             self._has_begun = True
 
     def release(self) -> None:
-        """Let out what was held back."""
+        """Write what was held back."""
         if self._held is None:
             return
         held, self._held = self._held, None
@@ -107,7 +107,7 @@ class ParquetTarget:
 
 
 class DirectoryTarget:
-    """Many files. place: the name of a file in the directory, given what its encoder calls it."""
+    """Files of a directory. place: encoder's name of a file -> its name in the directory."""
 
     def __init__(self, directory: WholeDirectory, place: Callable[[str], str] = str) -> None:
         self._directory = directory

@@ -15,17 +15,17 @@ from sentinel.messages import Descriptor, TensorInfo
 
 
 def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting) -> Written:
-    """Write `step<N>.safetensors` into `output` for each dumped step, and return what each of them holds.
+    """Write `step<N>.safetensors` into `output` for each dumped step, and return what each of them contains.
 
-    It is not clean when there is nothing, or when anything could not be joined: a shard is missing, or copies differ.
+    The result is not clean when there is no dump, a shard is missing, or copies differ.
     """
     run_dir, names, kinds, steps, attempt = request.run_dir, request.names, request.kinds, request.steps, request.attempt
-    say = setting.say
+    to_stderr = setting.to_stderr
     dumps = {step: tries for step, tries in find_dumps(run_dir).items() if steps[0] <= step <= steps[1]}
     if attempt is not None:
         dumps = {step: {attempt: tries[attempt]} for step, tries in dumps.items() if attempt in tries}
     if not dumps:
-        say(
+        to_stderr(
             f"{run_dir}: no dumped tensors of these steps; `sentinel dump RUN`, or `dump` in the trainer's config, make some"
         )
         return Written(is_clean=False)
@@ -46,9 +46,9 @@ def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting)
         result = join(files, naming.name_of, path, takes=takes)
         problems += result.problems
         for problem in problems:
-            say(f"step {step}: {problem}")
+            to_stderr(f"step {step}: {problem}")
         if result.missing_ranks:
-            say(f"step {step}: nothing of ranks {', '.join(map(str, result.missing_ranks[:16]))}")
+            to_stderr(f"step {step}: nothing of ranks {', '.join(map(str, result.missing_ranks[:16]))}")
         is_clean &= not problems and bool(result.num_tensors or result.apart)
         reported.append({
             "step": step, "file": str(path), "num_tensors": result.num_tensors, "num_bytes": result.num_bytes,
@@ -62,7 +62,7 @@ def export_tensors(request: ExportRequest, output: Path, setting: ExportSetting)
 
 
 class _Naming:
-    """Canonical names, formed from what the ranks say of their chunks, as the daemon does."""
+    """Canonical names, formed from the chunks in the heads of the dumps, as the daemon does."""
 
     def __init__(self, heads: list[DumpHead]) -> None:
         self._names: CanonicalNames = make_names({head.rank: _descriptor(head) for head in heads})

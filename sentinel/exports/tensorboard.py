@@ -24,7 +24,7 @@ def load() -> Any:
 
 
 def record(data: bytes) -> bytes:
-    """Return a record of an event file, its length and checksums in it: tensorboard's own writer makes it."""
+    """Return a record of an event file, with its length and checksums, as tensorboard's own writer does."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     buffer = io.BytesIO()
@@ -33,7 +33,7 @@ def record(data: bytes) -> bytes:
 
 
 def head() -> bytes:
-    """Return what an event file begins with."""
+    """Return the first record of an event file, which has its version."""
     return record(load().Event(wall_time=0.0, file_version="brain.Event:2").SerializeToString())
 
 

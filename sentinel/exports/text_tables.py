@@ -18,8 +18,8 @@ class TableText:
     """Turns the rows of a table into the lines of a format.
 
     Numbers have all their digits (1e-07 stays 1e-07). What is undefined is null in JSON and an empty field in CSV; an
-    infinity, which JSON cannot say, is null there and `inf` or `-inf` in CSV. Truth is `true` or `false`. Names in CSV that
-    spreadsheets would take for formulas are guarded.
+    infinity, which JSON does not have, is null there and `inf` or `-inf` in CSV. Truth is `true` or `false`. Names in CSV
+    that spreadsheets would take for formulas are guarded.
     """
 
     def __init__(self, form: str, columns: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ class TableText:
         self._csv = csv.writer(self._buffer, lineterminator="\n")
 
     def head(self) -> str:
-        """Return what stands before the first row."""
+        """Return the line before the first row: column names of CSV; empty for JSON lines."""
         return self._line(self._columns) if self._is_csv else ""
 
     def row(self, values: Sequence[object]) -> str:

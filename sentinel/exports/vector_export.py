@@ -1,4 +1,4 @@
-"""What is no row: histograms and values for each head, expert or channel, as JSON lines, Parquet or TensorBoard."""
+"""Vectors (histograms, values for each head, expert or channel) as JSON lines, Parquet or TensorBoard."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def _reported(
     reader: VectorReader, written: Written, series: set[tuple[str, str, str]], steps: set[int], setting: ExportSetting
 ) -> Written:
     if reader.num_broken:
-        setting.say(f"{reader.num_broken} vectors do not hold what they say, or are of tensors that nobody described")
+        setting.to_stderr(f"{reader.num_broken} vectors do not hold what they say, or are of tensors that nobody described")
     if not written.num_rows:
-        setting.say("no vectors there")
+        setting.to_stderr("no vectors there")
     written.num_series, written.num_steps = len(series), len(steps)
     return written
 

@@ -1,6 +1,6 @@
 """Dumped shards joined to whole tensors: one file a step, out of the files that each rank wrote. Numpy only.
 
-Nothing is made up: a tensor with a missing shard is left out and said, copies that differ are said, and what cannot be
+No value is invented: a tensor with a missing shard is left out and listed, as copies that differ are; what cannot be
 joined (each rank's own samples, a summand, a corner of a shard) stands by itself as `kind/name@rank<R>`.
 """
 
@@ -47,15 +47,15 @@ class TensorPiece:
 
 @dataclasses.dataclass
 class Joined:
-    """What became of one step."""
+    """The result of joining the dumps of one step."""
 
     num_tensors: int = 0
-    """Whole ones."""
+    """Number of whole tensors written."""
     num_bytes: int = 0
     apart: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Name in the file -> why it stands by itself."""
+    """Name in the file of a piece that was not joined -> why."""
     problems: list[str] = dataclasses.field(default_factory=list)
-    """What is missing, differs, or cannot be read."""
+    """Shards that are missing, copies that differ, files that cannot be read, each in words."""
     missing_ranks: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -70,7 +70,7 @@ def find_dumps(run_dir: Path) -> dict[int, dict[int, list[Path]]]:
 
 
 def read_heads(paths: Iterable[Path]) -> tuple[list[tuple[TensorFile, DumpHead]], list[str]]:
-    """Return the files that can be read with what they say, and what is wrong with the others."""
+    """Return (each readable file with its header, what is wrong with each other file, in words)."""
     files: list[tuple[TensorFile, DumpHead]] = []
     problems = []
     for path in paths:
@@ -91,9 +91,9 @@ def join(
     *,
     takes: Callable[[str, str], bool] = lambda kind, name: True,
 ) -> Joined:
-    """Write the whole tensors of one step into a file that appears when it is whole; return what became of it.
+    """Write the whole tensors of one step into a file that appears when it is complete; return the result.
 
-    name_of: a piece's name, the same on every layout. takes: (kind, name) of what is wanted.
+    name_of: returns a piece's name, the same on every layout. takes: returns whether (kind, name) is to be written.
     """
     result = Joined()
     world = max((head.place.world_size for _, head in files), default=0)
@@ -124,7 +124,7 @@ def join(
 
 
 def _settle(key: str, parts: list[TensorPiece], result: Joined) -> list[TensorPiece]:
-    """Return one part for each place in the whole; none where the whole cannot be told, and then the reason is noted."""
+    """Return one part for each place in the whole; none where the whole cannot be formed; the reason is then noted."""
     if all(part.piece.why_apart for part in parts):
         return []
     reported = {(part.stored.dtype, part.piece.shape, part.piece.flat is None, bool(part.piece.why_apart)) for part in parts}

@@ -1,4 +1,4 @@
-"""Writes the steps of an export: read, encoded, put where they belong, there whole or not at all."""
+"""Writes the steps of an export to its target, which appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_text(output: Path | None, reading: StepReading, encoder: Encoder, jobs
                 raise
             except BaseException:
                 if target.has_written:
-                    setting.say("what was written to stdout so far is not the whole table")
+                    setting.to_stderr("what was written to stdout so far is not the whole table")
                 raise
     with WholeFile(output) as whole:
         written = write(reading, encoder, FileTarget(whole.file), jobs, setting)
@@ -89,12 +89,12 @@ def write(reading: StepReading, encoder: Encoder, target: ExportTarget, jobs: in
             progress.show(written.num_steps, lambda: reading.share)
     target.release()
     if num_partial:
-        setting.say(f"{num_partial} steps lack shards of ranks that were not heard; their rows say is_whole false")
+        setting.to_stderr(f"{num_partial} steps lack shards of ranks that were not heard; their rows say is_whole false")
     written.num_series = len(series)
     written.left_out = {why: len(keys) for why, keys in left_out.items()} | reading.unmerged(encoder.is_ranked)
     for why, num in written.left_out.items():
         if why != KEPT:  # Which groups those would be in was said already.
-            setting.say(f"{num} series are left out: {why}")
+            setting.to_stderr(f"{num} series are left out: {why}")
     written.num_files = target.num_files
     return written
 

@@ -15,7 +15,7 @@ from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
-from sentinel.incidents.titles import born_words, root_words, title_words
+from sentinel.incidents.titles import origin_words, root_words, title_words
 from sentinel.kinds import Phase
 from sentinel.order.causes import leading_causes, reached_by
 from sentinel.order.origin import Origin, origin
@@ -90,7 +90,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         if state is not None:
             self.incident = msgspec.structs.replace(self.incident, state=state)
             if state in CLOSED_STATES and self.evidence.opened >= 0:
-                self.suspect(is_over=True)
+                self.update_diagnosis(is_over=True)
         if evidence is not None:
             self.facts = (*self.facts, evidence)
             self.incident = msgspec.structs.replace(self.incident, evidence=(*self.diagnosis.lines, *self.facts))
@@ -125,7 +125,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             # A note gets title and root from what made it graver; a slow rank that died, from its death.
             self._lead(later, "graver than what it began with")
         else:
-            self._note_worse(group)
+            self._keep_worst(group)
 
     def _remember(self, anomaly: Anomaly) -> None:
         for known, key in ((self.series, series_of(anomaly)), (self.lineages, lineage_of(anomaly))):
@@ -148,7 +148,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         self.causes = causes[:MAX_FIRST_CAUSES]
         self.num_unnamed += len(causes) - len(self.causes)
         if is_late and causes[0].id != now.root and causes[0].id in {a.id for a in early}:
-            self.retell(causes[0], origin(causes[0], pool), "an earlier or graver sign of its first step came late")
+            self.change_root(causes[0], origin(causes[0], pool), "an earlier or graver sign of its first step came late")
 
     def goes_on_before(self, causes: Sequence[Anomaly], step: int, ongoing: Collection[str]) -> bool:
         """Tell whether first causes of its own are bad in a step too, as its rows say, and come before all of `causes`.
@@ -161,9 +161,9 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     def _lead(self, group: list[Anomaly], why: str) -> None:
         first = group[leading_causes(group)[0]]
         if first.id != self.root.id:
-            self.retell(first, origin(first, group), why)
+            self.change_root(first, origin(first, group), why)
 
-    def _note_worse(self, group: list[Anomaly]) -> None:
+    def _keep_worst(self, group: list[Anomaly]) -> None:
         """Keep the worst member of the title's subject, where it is several times as bad as the title's anomaly."""
         mine = series_of(self.root)
         for anomaly in group:
@@ -173,13 +173,13 @@ class OpenIncident(msgspec.Struct, kw_only=True):
             if is_same and is_worst and is_several_times(size, self.notified_size):
                 self.worse = anomaly
 
-    def tell_worse(self, step: int, stride: int) -> None:
+    def revise_by_worst(self, step: int, stride: int) -> None:
         """Revise title and severity by the worst member, `GROWING_STEPS` after the title's anomaly."""
         worse = self.worse
         if worse is None or step - self.notified_step < GROWING_STEPS * stride:
             return
         self.incident = msgspec.structs.replace(self.incident, num_worse=self.incident.num_worse + 1)
-        self.retell(worse, origin(worse, [worse]), "several times worse than what was told")
+        self.change_root(worse, origin(worse, [worse]), "several times worse than what was told")
 
     def absorb(self, other: OpenIncident) -> None:
         """Take over the members and evidence of an incident that turned out to be the same."""
@@ -210,14 +210,14 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     def overflow(self, step: int, cause: Anomaly, born: Origin) -> None:
         """Go on as a non-finite incident: what exploded has overflowed."""
         self.nature = "nonfinite"
-        words = born_words(cause, born)
+        words = origin_words(cause, born)
         self.incident = msgspec.structs.replace(
             self.incident, title=f"{self.incident.title}; then {words}", segment=born.segment, module=born.module,
             nature=self.nature,
         )  # fmt: skip
         self.revise(evidence=f"turned non-finite at step {step}: {words}")
 
-    def retell(self, root: Anomaly, born: Origin, why: str) -> None:
+    def change_root(self, root: Anomaly, born: Origin, why: str) -> None:
         """Give it the title, severity and root of another anomaly; the title before stays among the facts."""
         before = self.incident.title
         self.root, self.origin = root, born
@@ -232,7 +232,7 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         )
         self.revise(evidence=f"{why}; told before: {before}")
 
-    def suspect(self, *, is_over: bool = False) -> None:
+    def update_diagnosis(self, *, is_over: bool = False) -> None:
         """Revise its diagnosis, once another has held (`diagnosis/held.py`). is_over: the incident ends here."""
         evidence, held = self.evidence, self.diagnosis
         found = diagnose(evidence)
@@ -250,7 +250,7 @@ def age(one: OpenIncident) -> tuple[int, int, str]:
     return one.incident.attempt, one.incident.opened_step, one.incident.id
 
 
-def says_settled(end: Anomaly) -> bool:
+def is_settled_end(end: Anomaly) -> bool:
     return "settled" in end.message or "level shift" in end.message
 
 
@@ -293,7 +293,7 @@ def refine(one: OpenIncident, cause: Anomaly, born: Origin) -> None:
         root_name=f"{root_words(one.root, one.origin)}, refined at step {cause.step}",
         title=title_words(one.root, one.origin),
     )
-    one.revise(evidence=f"refined at step {cause.step} by module monitoring: {born_words(cause, born)}")
+    one.revise(evidence=f"refined at step {cause.step} by module monitoring: {origin_words(cause, born)}")
 
 
 def opening_facts(nature: str, root: Anomaly, causes: list[Anomaly], group: list[Anomaly]) -> tuple[str, ...]:

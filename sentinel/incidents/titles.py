@@ -12,7 +12,7 @@ from sentinel.order.origin import Origin, origin
 from sentinel.order.phase import phase_of
 
 
-def born_words(anomaly: Anomaly, born: Origin | None = None) -> str:
+def origin_words(anomaly: Anomaly, born: Origin | None = None) -> str:
     """`NaN born in blocks.2.mlp.fc1 (forward) on rank 3, micro_step 1, step 41`; a finite one by its title."""
     name = module_of(anomaly.tag_name)
     if name != anomaly.tag_name:
@@ -54,7 +54,7 @@ def title_words(root: Anomaly, born: Origin) -> str:
     if is_liveness(root):
         return root.message or f"{root.rule}: {root.tag_name} {where_words(root.rank, None, root.step)}"
     if is_nonfinite(root):
-        return born_words(root, born)
+        return origin_words(root, born)
     if root.statistic == "checksum":
         return f"{root.rule}: {root.message.partition(':')[0]}, step {root.step}"
     what = root.tag_name if root.kind == "scalar" else f"{root.statistic} of {root.tag_name} ({root.kind})"

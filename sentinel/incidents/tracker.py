@@ -17,7 +17,7 @@ from sentinel.incidents.diagnosis.claim import JUMP_STEPS
 from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.joining import Joining
-from sentinel.incidents.open_incident import OpenIncident, age, says_settled
+from sentinel.incidents.open_incident import OpenIncident, age, is_settled_end
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker_state import MAX_CLOSED, TrackerState
 from sentinel.order.causal import sort_key
@@ -88,7 +88,7 @@ class IncidentTracker:
         joining.take(sorted((a for a in anomalies if a.event == "onset"), key=sort_key))
         closed += joining.merged
         for end in sorted((a for a in anomalies if a.event == "end"), key=sort_key):
-            self._state.end_episode(end.onset_id or "", end.onset_id in settled or says_settled(end))
+            self._state.end_episode(end.onset_id or "", end.onset_id in settled or is_settled_end(end))
         for onset_id in sorted(settled):
             self._state.end_episode(onset_id, True)
         for note in (a for a in anomalies if a.event == "truncated"):
@@ -181,9 +181,9 @@ class IncidentTracker:
             jump = self._state.background.jump
             if jump is not None and one.evidence.jump is None and jump.index >= one.evidence.num_before - JUMP_STEPS:
                 one.evidence.jump = jump
-        one.tell_worse(step, stride)
+        one.revise_by_worst(step, stride)
         if one.evidence.opened >= 0:
-            one.suspect()
+            one.update_diagnosis()
 
     def _quiet_of(self, one: OpenIncident, stride: int) -> int:
         """An incident all of whose series came to rest at a new level is over at once."""

@@ -10,7 +10,7 @@ import msgspec
 
 from sentinel.decision import Decision, Tick
 from sentinel.ingest.incarnation import Incarnation
-from sentinel.ingest.parts import OpenStep, RankPartOfStep
+from sentinel.ingest.step_parts import OpenStep, RankPartOfStep
 from sentinel.messages import START
 from sentinel.place import world_size_of
 
@@ -40,7 +40,7 @@ class EndedSteps(msgspec.Struct):
     """(first seq, generation), rising; generation 0 from the beginning is not listed."""
     health_seq: int = 0
 
-    def hear(self, step: int, seq: int, *, is_end: bool) -> int:
+    def receive(self, step: int, seq: int, *, is_end: bool) -> int:
         """Record a frame of a step, and return the generation of the incarnation to which it belongs."""
         if step <= self.step and seq > self.seq:
             # Written after the end of a step that is not before it: the trainer went back.
@@ -61,7 +61,7 @@ class AttemptState(msgspec.Struct):
     number: int
     closed_step: int = -1
     world_size: int = 1
-    spoken: dict[int, int] = {}
+    reported: dict[int, int] = msgspec.field(name="spoken", default_factory=dict)
     """Rank -> the newest closed step that includes rows of it."""
     table: dict[int, tuple[bytes, int]] = {}
     """Rank -> (incarnation, layout id) of the descriptor that names were last made with."""
@@ -119,7 +119,7 @@ class Attempt:
             for part in opened.parts.values():
                 if part.incarnation.id == incarnation.id:
                     received[step] = None if part.end is not None else part.num_rows
-        return self.state.spoken.get(incarnation.rank, -1), received
+        return self.state.reported.get(incarnation.rank, -1), received
 
     def waited_for(self, step: int, returning: Collection[int] = ()) -> list[int]:
         """Return the ranks whose part of an open step is missing and may still come.
@@ -147,9 +147,9 @@ class Attempt:
         later = [one for one in self.open if one > step]
         return bool(later) and not self.waited_for(min(later), returning)
 
-    def has_spoken(self, rank: int, step: int) -> bool:
+    def has_reported(self, rank: int, step: int) -> bool:
         """Whether a rank had its part in this step or a later one before all went on: then the run went back."""
-        if self.state.spoken.get(rank, -1) >= step:
+        if self.state.reported.get(rank, -1) >= step:
             return True
         return any(
             at >= step
@@ -223,16 +223,16 @@ class Attempts:
 
     def received_of(self, incarnation: Incarnation, replays: Iterable[Decision | Tick]) -> tuple[int, dict[int, int | None]]:
         """Return the newest step that was judged with an incarnation, and what is known of steps above it
-        (`run_losses.unheard`).
+        (`run_losses.silent`).
 
         replays: decisions that are still to be made again: what they took was judged.
         """
         attempt = self.by_number.get(self._newest_of.get(incarnation.id, -1))
-        spoken, received = (-1, {}) if attempt is None else attempt.received_of(incarnation)
+        reported, received = (-1, {}) if attempt is None else attempt.received_of(incarnation)
         for one in replays:
             if isinstance(one, Decision) and any(part.incarnation == incarnation.id for part in one.ranks):
                 received[one.step] = None
-        return spoken, received
+        return reported, received
 
     def place_as_decided(self, incarnation: bytes, generation: int, number: int) -> None:
         """Assign a session of which no frame was read yet to the attempt of a decision that is replayed."""
@@ -285,7 +285,7 @@ class Attempts:
             if not is_free or incarnation.descriptor is None or self._is_of_another_world(incarnation, newest):
                 return newest + 1
         found = self.by_number.get(candidate)
-        return newest + 1 if found is not None and found.has_spoken(incarnation.rank, step) else candidate
+        return newest + 1 if found is not None and found.has_reported(incarnation.rank, step) else candidate
 
     def _is_of_another_world(self, incarnation: Incarnation, number: int) -> bool:
         found = self.by_number.get(number)

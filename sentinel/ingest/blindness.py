@@ -9,14 +9,14 @@ class Blindness:
     """Counts by the keys of `Decision.blindness`. A replay reads a decision's counts before it reads the frames counted."""
 
     def __init__(self) -> None:
-        self.unsaid: dict[str, int] = {}
+        self.unreported: dict[str, int] = {}
         """Key -> count not yet in a decision; below zero while a replay has not read the frames that it stands for."""
         self.num_late_rows: dict[int, int] = {}
         """Rank -> rows that came after their step was closed."""
 
     def add(self, what: str, count: int) -> None:
         """Count what was lost."""
-        self.unsaid[what] = self.unsaid.get(what, 0) + count
+        self.unreported[what] = self.unreported.get(what, 0) + count
 
     def add_late(self, rank: int, num_rows: int, num_frames: int) -> None:
         """Count rows, and frames without rows, that came after their step was closed."""
@@ -26,15 +26,15 @@ class Blindness:
         if num_frames:
             self.add("late_frames", num_frames)
 
-    def to_say(self) -> dict[str, int]:
+    def to_report(self) -> dict[str, int]:
         """Return the counts that the next decision includes."""
-        return {what: count for what, count in sorted(self.unsaid.items()) if count > 0}
+        return {what: count for what, count in sorted(self.unreported.items()) if count > 0}
 
-    def said(self, decision: Decision) -> None:
+    def mark_reported(self, decision: Decision) -> None:
         """Subtract the counts that a decision includes."""
         for what, count in decision.blindness.items():
             self.add(what, -count)
 
     def settle(self) -> None:
         """Remove counts below zero: the replay is over, and all frames that are left were read."""
-        self.unsaid = {what: count for what, count in self.unsaid.items() if count > 0}
+        self.unreported = {what: count for what, count in self.unreported.items() if count > 0}

@@ -8,8 +8,8 @@ import msgspec
 
 from sentinel.decision import Decision, DescribedRank
 from sentinel.ingest.attempts import Attempt, Attempts
-from sentinel.ingest.parts import RankPartOfStep
 from sentinel.ingest.received import Received
+from sentinel.ingest.step_parts import RankPartOfStep
 
 LATE_AFTER_STEPS = 2
 LATE_AFTER_S = 30.0

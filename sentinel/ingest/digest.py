@@ -55,11 +55,11 @@ def digest_in_numpy(view: ClosedStep) -> Digest:
     """As `digest`."""
     layout, rows, num_tensors = view.layout, view.rows, len(view.tensors)
     copies, logical, nobody = view.row_copy, view.row_logical, layout.num_copies
-    spoken = np.where(layout.is_left_out[logical], nobody, copies) if len(layout.is_left_out) else copies
-    speaker = np.empty(nobody + 1, np.int32)
+    reporting = np.where(layout.is_left_out[logical], nobody, copies) if len(layout.is_left_out) else copies
+    counted_rank = np.empty(nobody + 1, np.int32)
     # Ranks rise along the rows: written backwards, the lowest is the last to be written.
-    speaker[spoken[::-1]] = view.row_rank[::-1]
-    counted = (spoken < nobody) & (speaker[spoken] == view.row_rank)
+    counted_rank[reporting[::-1]] = view.row_rank[::-1]
+    counted = (reporting < nobody) & (counted_rank[reporting] == view.row_rank)
     present, is_bad = np.zeros(num_tensors, np.bool_), np.zeros(num_tensors, np.bool_)
     present[logical[counted]] = True
     bad_rows = np.flatnonzero((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)

@@ -16,7 +16,7 @@ import msgspec
 from sentinel.decision import RankFacts
 from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.memory_kills import MemoryKills
-from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
+from sentinel.ingest.processes import GONE, RUNNING, STOPPED, UNSEEN, ProcessTable, Seen, status_words
 from sentinel.ingest.witnesses import LONG_SILENT_S, Witnesses
 from sentinel.messages import Bye
 from sentinel.process import ProcessId
@@ -95,8 +95,8 @@ class Ends:
         witnesses: Witnesses,
         memory_kills: MemoryKills,
     ) -> None:
-        """pulse_ns: when an incarnation said last that it lives; 0: not known. silence_s: seconds since an incarnation was
-        heard last."""
+        """pulse_ns: wall clock, in ns, of an incarnation's newest sign that it runs; 0: not known. silence_s: seconds since
+        its newest frame came."""
         self._processes = processes
         self._pulse_ns, self._silence_s = pulse_ns, silence_s
         self._witnesses = witnesses
@@ -127,9 +127,9 @@ class Ends:
                 continue
             process = self._process_of(incarnation)
             seen = self._processes.look(process)
-            if seen.state in (LIVES, STOPPED):
+            if seen.state in (RUNNING, STOPPED):
                 self._seen[incarnation.id] = seen
-                self._memory_kills.know(process)
+                self._memory_kills.add(process)
             elif (
                 seen.state == UNSEEN
                 and incarnation.id not in behind
@@ -202,7 +202,7 @@ class Ends:
 
     def is_here(self, incarnation: Incarnation) -> bool:
         """Return whether the table shows an incarnation's process while it runs: then silence is no sign of its end."""
-        return self._processes.look(self._process_of(incarnation)).state in (LIVES, STOPPED)
+        return self._processes.look(self._process_of(incarnation)).state in (RUNNING, STOPPED)
 
     def _process_of(self, incarnation: Incarnation) -> ProcessId:
         found = self._process.get(incarnation.id)

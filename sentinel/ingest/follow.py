@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sentinel.ingest.descriptor_lookup import look_back
 from sentinel.ingest.incarnation import Incarnation, SpoolPosition, SpoolRecord
-from sentinel.ingest.problems import Problems
+from sentinel.ingest.problem_log import Problems
 from sentinel.ingest.screening import Screening
 from sentinel.ingest.time_order import TimeOrder
 from sentinel.messages import Bye
@@ -93,7 +93,7 @@ class RunFollower:
 
         `final`: all writers are gone; torn tails are cut instead of waited for. Reads a bounded amount: ask again until
         it is empty. While catching up, whoever is furthest behind in time is read first, and what is ahead of it waits:
-        memory holds few steps, and an incarnation that took another's place is heard after it.
+        memory holds few steps, and an incarnation that took another's place is read after it.
         """
         self._discover()
         num_bytes = 0
@@ -132,7 +132,7 @@ class RunFollower:
         begin = reader.place
         frames = reader.poll(final=final, max_bytes=window)
         self._order.note(folder, is_caught_up=reader.is_caught_up)
-        self._say_problems(folder, reader)
+        self._report_problems(folder, reader)
         num_bytes = 1
         for frame in frames:
             if frame.file_index != begin[0] or not frame.offset_after:
@@ -174,7 +174,7 @@ class RunFollower:
             incarnation = Incarnation(at.incarnation, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
             if at.left is not None:
                 incarnation.bye, incarnation.has_left = Bye(reason=at.left, step=at.last_step), True
-            self._screening.know(incarnation)
+            self._screening.add(incarnation)
             self._order.begin(folder)
             self._readers[folder] = SpoolReader(
                 self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq
@@ -204,22 +204,22 @@ class RunFollower:
                 self._readers[name] = SpoolReader(self.spool_dir / name)
                 self._order.begin(name)
 
-    def _say_problems(self, folder: str, reader: SpoolReader) -> None:
+    def _report_problems(self, folder: str, reader: SpoolReader) -> None:
         rank = (parse_incarnation_folder(folder) or (0, ""))[0]
         for protocol in reader.foreign:
-            self._problems.say(
+            self._problems.report(
                 f"{rank}/protocol/{protocol}",
                 f"record from rank {rank}: expected protocol {PROTOCOL} at most, got {protocol}; "
                 f"restart the trainer with sentinel=={VERSION}, or this daemon with the trainer's version",
             )
         if reader.num_missing_files:
-            self._problems.say(
+            self._problems.report(
                 f"{folder}/missing",
                 f"spool {folder}: files before {file_name(reader.file_index)} are gone that nobody had read here; what they "
                 f"held is not judged and not counted; who deletes from the spool?",
             )
         if reader.num_corrupt:
-            self._problems.say(
+            self._problems.report(
                 f"{folder}/corrupt",
                 f"spool {folder}: expected frames, got bytes that are none, before offset {reader.offset} of "
                 f"{file_name(reader.file_index)}; they were skipped and are counted, check this rank's disk",

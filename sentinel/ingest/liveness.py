@@ -59,10 +59,10 @@ class LivenessTracker:
         self._progress: dict[bytes, _IncarnationProgress] = {}
 
     def look(self, mono: float, behind: Collection[bytes], *, is_caught_up: bool) -> None:
-        """Let time pass; call it at each look at the spool, after `hear`. behind: incarnations with more on disk than was
+        """Let time pass; call it at each look at the spool, after `receive`. behind: incarnations with more on disk than was
         read.
 
-        is_caught_up: all that was there has been read: what is heard from now on is live.
+        is_caught_up: all that was there has been read: what comes from now on is live.
         """
         if self._mono is not None:
             self.now += min(max(mono - self._mono, 0.0), MAX_LOOK_S)
@@ -78,7 +78,7 @@ class LivenessTracker:
         for incarnation in incarnations:
             self._progress_of(incarnation)
 
-    def hear(self, records: Iterable[SpoolRecord]) -> None:
+    def receive(self, records: Iterable[SpoolRecord]) -> None:
         """Update the incarnations by the frames that were read."""
         for record in records:
             one = self._progress_of(record.incarnation)

@@ -46,7 +46,7 @@ class MemoryKills:
                 self._look_at(group, now)
         self._count = count
 
-    def know(self, process: ProcessId) -> None:
+    def add(self, process: ProcessId) -> None:
         """Read the memory group of a running process, each time anew: a scheduler may move it after its start."""
         group, former = self._group_of(process.pid), self._of.get(process)
         if former is not None and (group is None or group.folder in (former.folder, *former.folder.parents)):

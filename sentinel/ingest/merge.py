@@ -176,8 +176,8 @@ class ClosedStep:
     @cached_property
     def is_whole(self) -> npt.NDArray[np.bool_]:
         """[num_tensors] whether each shard of the tensor has a holder whose end_step of this step came."""
-        spoken = {part.rank for part in self.parts if part.end_step is not None}
-        return self.layout.held_by(spoken)
+        reported = {part.rank for part in self.parts if part.end_step is not None}
+        return self.layout.held_by(reported)
 
     @cached_property
     def flags(self) -> npt.NDArray[np.uint16]:

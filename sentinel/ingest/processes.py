@@ -12,7 +12,7 @@ import msgspec
 from sentinel.process import EXIT, IGNORED, PROC, RESIDENT, START, ProcessId, own_process, stat_fields, stat_state
 from sentinel.process_exits import ProcessExits
 
-LIVES, STOPPED, GONE, UNSEEN = "lives", "stopped", "gone", "unseen"
+RUNNING, STOPPED, GONE, UNSEEN = "lives", "stopped", "gone", "unseen"
 """States of a process in the table. UNSEEN: it runs on another host, in another container, or its id is not known."""
 
 
@@ -65,7 +65,7 @@ class ProcessTable:
             self._exits.add(process)
         resident = fields[RESIDENT] * os.sysconf("SC_PAGESIZE") if len(fields) > RESIDENT else 0
         return Seen(
-            STOPPED if state in "Tt" else LIVES, letter=state, resident_bytes=resident,
+            STOPPED if state in "Tt" else RUNNING, letter=state, resident_bytes=resident,
             ignores_sigterm=len(fields) > IGNORED and bool(fields[IGNORED] >> (signal.SIGTERM - 1) & 1),
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from sentinel.ingest.attempts import EndedSteps
 from sentinel.ingest.incarnation import Incarnation, SpoolPosition, SpoolRecord
-from sentinel.ingest.parts import RankPartOfStep, earlier
+from sentinel.ingest.step_parts import RankPartOfStep, earlier
 from sentinel.ingest.waiting_health import WaitingHealth
 from sentinel.messages import Health
 

@@ -54,8 +54,8 @@ class RunLosses(msgspec.Struct):
 def silent(reported: Health, received_until: int, received: Mapping[int, int | None]) -> Health | None:
     """Return a `steps_dropped` record without the steps that were read before they were dropped; None: all were.
 
-    heard_until: the newest step that was judged with this rank. heard: steps above it that are known: rows of them that
-    came, None for those that came whole.
+    received_until: the newest step that was judged with this rank. received: step above it -> rows of it that came; None:
+    it came whole.
     """
     first_step, num_steps, num_rows = -1, 0, 0
     for first, last, steps, rows in reported.runs or (

@@ -9,7 +9,7 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.ingest.descriptor_lookup import look_back
 from sentinel.ingest.incarnation import MAX_LAYOUTS, Incarnation, SpoolRecord
-from sentinel.ingest.problems import Problems
+from sentinel.ingest.problem_log import Problems
 from sentinel.ingest.trust import bears_out, leaps, why_contradicted, why_descriptor, why_header
 from sentinel.messages import IMPOSSIBLE, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange
 from sentinel.wire.frame import DESCRIPTIONS, NO_ATTEMPT, Frame, FrameType, Message, decode_message
@@ -33,7 +33,7 @@ class Screening:
         """Return the process that wrote the newest frame of a spool's folder."""
         return self.incarnations.get(self._newest.get(folder, b""))
 
-    def know(self, incarnation: Incarnation) -> None:
+    def add(self, incarnation: Incarnation) -> None:
         """Take in a process that was known before a restart."""
         self.incarnations[incarnation.id] = incarnation
         self._newest[incarnation.folder] = incarnation.id
@@ -142,7 +142,7 @@ class Screening:
             "checksum is right, so this rank wrote it so: restart the rank, and where it happens again report it and check "
             "the machine's memory"
         )
-        self._problems.say(f"{folder}/{IMPOSSIBLE}/{min(header.type, len(FrameType))}", text)
+        self._problems.report(f"{folder}/{IMPOSSIBLE}/{min(header.type, len(FrameType))}", text)
         if incarnation is None:
             return []
         incarnation.num_undecodable += 1

@@ -8,9 +8,9 @@ from sentinel.ingest.attempts import Attempts, AttemptState
 from sentinel.ingest.blindness import Blindness
 from sentinel.ingest.decision_replay import DecisionReplay
 from sentinel.ingest.incarnation import SpoolRecord
-from sentinel.ingest.parts import OpenStep
 from sentinel.ingest.received import Received
 from sentinel.ingest.run_losses import silent
+from sentinel.ingest.step_parts import OpenStep
 from sentinel.messages import Bye, Descriptor, EndStep, Health
 from sentinel.wire.frame import FrameType
 
@@ -62,7 +62,7 @@ class StepIntake:
             if seq > self._counted_seq.get(incarnation.id, 0):
                 self._blindness.add("unplaced_rows", header.row_count)
             return
-        generation = self._received.ended_of(incarnation).hear(step, seq, is_end=isinstance(record.message, EndStep))
+        generation = self._received.ended_of(incarnation).receive(step, seq, is_end=isinstance(record.message, EndStep))
         session = self._attempts.place(incarnation, generation, step)
         attempt = self._attempts.by_number[session.attempt]
         descriptor = record.descriptor or incarnation.descriptor

@@ -9,8 +9,8 @@ from sentinel.ingest.attempts import Attempt, Attempts, AttemptState
 from sentinel.ingest.blindness import Blindness
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import LayoutCache, ModelLayout
-from sentinel.ingest.parts import OpenStep, RankPartOfStep
 from sentinel.ingest.received import Received
+from sentinel.ingest.step_parts import OpenStep, RankPartOfStep
 from sentinel.messages import Descriptor
 from sentinel.step_view import RankStep
 
@@ -38,7 +38,7 @@ class StepMaker:
         parts = []
         is_incomplete = False
         for one in decision.ranks:
-            attempt.state.spoken[one.rank] = max(decision.step, attempt.state.spoken.get(one.rank, -1))
+            attempt.state.reported[one.rank] = max(decision.step, attempt.state.reported.get(one.rank, -1))
             table[one.rank] = (one.incarnation, one.layout_id)
             part = opened.parts.get((one.incarnation, one.generation)) if opened is not None else None
             made = self._rank_step(one, part)

@@ -196,7 +196,7 @@ class StepAssembler:
             ended=self._received.ended,
             positions=self.positions(),
             received=self._received.newest_seqs(),
-            blindness=self._blindness.unsaid,
+            blindness=self._blindness.unreported,
             num_late_rows=self._blindness.num_late_rows,
             losses=self.losses,
             ended_until=self.attempts.ended_until,
@@ -208,7 +208,7 @@ class StepAssembler:
         state = msgspec.msgpack.decode(snapshot, type=_AssemblerState)
         self._seq = state.seq
         self.losses = state.losses
-        self._blindness.unsaid, self._blindness.num_late_rows = state.blindness, state.num_late_rows
+        self._blindness.unreported, self._blindness.num_late_rows = state.blindness, state.num_late_rows
         self._received.restore(incarnations, state.ended, state.positions.values())
         self._intake.restore(state.attempts, state.received)
         self.attempts.restore(state.attempts, state.sessions, state.declared, incarnations)
@@ -217,7 +217,7 @@ class StepAssembler:
     def _closed(self, due: DueStep) -> ClosedStep:
         self._seq += 1
         decision = decide(
-            due, self.attempts, seq=self._seq, run=self.run, pack_hash=self.pack_hash, blindness=self._blindness.to_say()
+            due, self.attempts, seq=self._seq, run=self.run, pack_hash=self.pack_hash, blindness=self._blindness.to_report()
         )
         return self._made(decision)
 
@@ -230,7 +230,7 @@ class StepAssembler:
         return self._made(decision)
 
     def _made(self, decision: Decision) -> ClosedStep:
-        self._blindness.said(decision)
+        self._blindness.mark_reported(decision)
         view = self._maker.make(decision)
         self.losses.take(decision, (health for _, health in view.health))
         return view

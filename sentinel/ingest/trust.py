@@ -11,8 +11,8 @@ from sentinel.messages import Descriptor, EndStep
 from sentinel.wire.frame import NO_ATTEMPT, NO_STEP, Frame, FrameType, Header, Message, row_dtype
 
 MAX_GAPS = 1024
-"""Missing numbers of an incarnation that are remembered, so that a late frame is told from a repeated one. A number further
-ahead
+"""Missing numbers of an incarnation that are remembered, so that a late frame is distinguished from a repeated one. A number
+further ahead
 is believed when the next frame has a higher one."""
 MAX_STEP_LEAP = 64
 """A step so far ahead of the last that its rank ended is believed when the next frame is of that step, or of a later one

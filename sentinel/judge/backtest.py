@@ -118,15 +118,16 @@ class BacktestOutcome(msgspec.Struct, kw_only=True):
 
 
 def judge_subject(
-    subject: BacktestSubject, settings: Settings, tell: Callable[[float], None] | None = None
+    subject: BacktestSubject, settings: Settings, progress: Callable[[float], None] | None = None
 ) -> BacktestOutcome:
     """Judge one log or run from its beginning, with nothing known of any other.
 
-    tell: called now and then with the share that is done. SentinelError when it cannot be read.
+    progress: called now and then with the share that is done. SentinelError when it cannot be read.
     """
     outcome = BacktestOutcome(name=subject.name, path=subject.path)
-    tell = tell or (lambda share: None)
-    steps = _of_run(subject, settings, outcome, tell) if subject.is_run else _of_log(subject, settings, outcome, tell)
+    progress = progress or (lambda share: None)
+    read = _of_run if subject.is_run else _of_log
+    steps = read(subject, settings, outcome, progress)
     writers: list[AppendLog] = []
     if settings.output:
         out = Path(settings.output) / subject.name.replace("/", "_")
@@ -156,7 +157,7 @@ def judge_subject(
 
 
 def _of_log(
-    subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
+    subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome, progress: Callable[[float], None]
 ) -> Iterator[tuple[int, Judgement]]:
     log = read_log(subject.path, columns=settings.columns, header=settings.header)
     outcome.form, outcome.num_rows, outcome.channels = log.form, log.num_rows, dict(log.sources)
@@ -167,7 +168,7 @@ def _of_log(
     for row, view in enumerate(log_views(log, subject.run or subject.name)):
         yield row, judge.judge(None, view)
         if row % PROGRESS_STEPS == 0:
-            tell(row / log.num_rows)
+            progress(row / log.num_rows)
     outcome.failures = judge.failures
 
 
@@ -181,7 +182,7 @@ def _blindness(names: Collection[str], pack: Pack) -> str | None:
 
 
 def _of_run(
-    subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome, tell: Callable[[float], None]
+    subject: BacktestSubject, settings: Settings, outcome: BacktestOutcome, progress: Callable[[float], None]
 ) -> Iterator[tuple[int, Judgement]]:
     outcome.form = "run"
     paths = RunPaths.of(Path(subject.path), Path(subject.state_dir) if subject.state_dir else None)
@@ -208,7 +209,7 @@ def _of_run(
                 num_incomplete += is_incomplete(one)
                 num_empty += not one.parts
                 if outcome.num_rows % PROGRESS_STEPS == 0:
-                    tell(min(1.0, follower.num_bytes / num_bytes))
+                    progress(min(1.0, follower.num_bytes / num_bytes))
             yield max(outcome.num_rows - 1, 0), judgement
         if outcome.num_rows and num_empty == outcome.num_rows:
             raise StoreError(f"{paths.run_dir}: expected the rows of {num_empty} steps, found none; is the spool gone?")

@@ -76,10 +76,10 @@ def run_rule_test(file: RuleTestFile, rule_test: RuleTest, pack: Pack) -> RuleTe
     failures: list[Failure] = []
     if rule_test.expect is not None:
         seen = [one for one in onsets if _counts(one, rule_test)]
-        failures += _compare(file, rule_test, rule_test.expect, seen, _of_onset, _say_onset, "an alarm")
+        failures += _compare(file, rule_test, rule_test.expect, seen, _of_onset, _onset_line, "an alarm")
     if rule_test.incidents is not None:
         known = [one for one in incidents.values() if one.severity.level >= rule_test.min_severity.level]
-        failures += _compare(file, rule_test, rule_test.incidents, known, _of_incident, _say_incident, "an incident")
+        failures += _compare(file, rule_test, rule_test.incidents, known, _of_incident, _incident_line, "an incident")
     return RuleTestResult(
         file=file.path,
         line=rule_test.line,
@@ -150,7 +150,7 @@ def _of_onset(one: Anomaly) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _say_onset(one: Anomaly) -> str:
+def _onset_line(one: Anomaly) -> str:
     what = f"scalar {one.tag_name}" if one.kind == "scalar" else f"{one.kind} {one.tag_name} {one.statistic}"
     rank = "" if one.rank is None else f", rank {one.rank}"
     return f"rule {one.rule}, step {one.step}, {what}{rank}, {one.severity.value} ({one.message})"
@@ -163,5 +163,5 @@ def _of_incident(one: Incident) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _say_incident(one: Incident) -> str:
+def _incident_line(one: Incident) -> str:
     return f"opened {one.opened_step}, verdict {one.suspected}, state {one.state}, {one.severity.value} ({one.title})"

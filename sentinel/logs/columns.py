@@ -121,7 +121,7 @@ def _channels_of(columns: Mapping[str, str]) -> dict[str, str]:
             found[min(ranked)[1]] = role
     taken: set[str] = set()
     for name, channel in found.items():
-        # A second column of the same words (`loss` beside `Loss`) is told apart by its own name.
+        # A second column of the same words (`loss` beside `Loss`) is distinguished by its own name.
         if channel in taken:
             found[name] = name if name not in taken else f"{name} ({len(taken)})"
         taken.add(found[name])

@@ -74,7 +74,7 @@ def long_columns(names: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 class LabelledPoints:
-    """Single numbers (tag, step, value) of one run, in the order in which they were told. Memory: 24 bytes each."""
+    """Single numbers (tag, step, value) of one run, in the order of the log. Memory: 24 bytes each."""
 
     def __init__(self) -> None:
         self._tags: dict[str, int] = {}
@@ -118,7 +118,7 @@ class LabelledPoints:
             tag = in_order[at]
             is_again = tag in main and step <= newest.get(tag, -(1 << 63))
             if is_again:
-                # The tag itself has told this step: the run went back to it.
+                # The tag itself has had this step: the run went back to it.
                 newest, row_of, early = {}, {}, {}
             if tag in main and (is_again or step > last):
                 row_of[step] = rows.add()

@@ -61,7 +61,7 @@ def read_log(path: str | Path, *, columns: Mapping[str, str] | None = None, head
     """Return a plain log; its format is found from its content, never from its name alone.
 
     path: a file, or a directory of one run's TensorBoard events, or one that holds a single log of a well-known name.
-    columns: channel (`loss`, `grad_norm`, `lr`, any other) -> what the file calls it, where that is not told by itself.
+    columns: channel (`loss`, `grad_norm`, `lr`, any other) -> what the file calls it, where its name does not say so.
     header: names of the columns of a table that has none.
     LogError names the file, the line where there is one, what was expected and what came.
     """

@@ -9,8 +9,8 @@
     point_at_own(rows, num_rows)                  rows that name no observation name their own, in place
     has_nonfinite(rows, num_rows) -> bool         whether a row counts a NaN or an infinity
     merge_rows(rows, group, num_groups) -> STATS  rows of several ranks merged
-    judge_forms(stats, ..., forms, hits)          all running baselines and limits of a step; None without the library,
-    prepare_forms(forms, hits) -> judge           for detect/vectorised.py is the numpy of it
+    judge_plan(stats, ..., plan, hits)          all running baselines and limits of a step; None without the library,
+    prepare_plan(plan, hits) -> judge           for detect/vectorised.py is the numpy of it
     prepare_digest(...) -> digest(parts, ...)     the rows of all ranks merged, and what is odd; None likewise, see
                                                   ingest/digest.py
     take_again(...), take_gradient(...) -> bool   the short way through a hook, see tensors.py: False without the library
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from sentinel.native.layout import BF16, F16, F32, F64, pack_layouts
-from sentinel.native.library import DigestRows, JudgeForms, Library, find_library
+from sentinel.native.library import DigestRows, JudgePlan, Library, find_library
 from sentinel.native.tensors import TensorReader, find_reader, never
 
 _path = find_library()
@@ -55,8 +55,8 @@ if _library is not None:
     point_at_own = _library.point_at_own
     has_nonfinite = _library.has_nonfinite
     merge_rows = _library.merge_rows
-    judge_forms: Callable[..., int] | None = _library.judge_forms
-    prepare_forms: Callable[[np.ndarray, np.ndarray], JudgeForms] | None = _library.prepare_forms
+    judge_plan: Callable[..., int] | None = _library.judge_plan
+    prepare_plan: Callable[[np.ndarray, np.ndarray], JudgePlan] | None = _library.prepare_plan
     prepare_digest: Callable[[np.ndarray, np.ndarray], DigestRows] | None = _library.prepare_digest
     take_rows: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray, int]] | None = _library.take_rows
     group_medians: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = _library.group_medians
@@ -73,8 +73,8 @@ else:
     point_at_own = _fallback.point_at_own
     has_nonfinite = _fallback.has_nonfinite
     merge_rows = _fallback.merge_rows
-    judge_forms = None
-    prepare_forms = None
+    judge_plan = None
+    prepare_plan = None
     prepare_digest = None
     take_rows = None
     group_medians = None
@@ -92,14 +92,14 @@ __all__ = [
     "group_medians",
     "has_nonfinite",
     "implementation",
-    "judge_forms",
+    "judge_plan",
     "measure",
     "measure_one",
     "merge_rows",
     "pack_layouts",
     "point_at_own",
     "prepare_digest",
-    "prepare_forms",
+    "prepare_plan",
     "take_again",
     "take_gradient",
     "take_rows",

@@ -160,12 +160,12 @@ EXPORT int64_t sentinel_measure_one(uint64_t pointer, int64_t numel, int32_t dty
 
 #include "probes.h"
 #include "rows.h"
-#include "forms.h"
+#include "compiled_plan.h"
 #include "digest.h"
 #include "groups.h"
 #include "crc.h"
 #include "rolling.h"
-#include "quick.h"
+#include "fast_rules.h"
 
 #if HAS_PYTHON
 #include "tensors.h"

@@ -51,10 +51,10 @@ _POINTERS = (
     "index", "slots", "location", "spread", "peak", "run_location", "run_spread", "size", "count", "run", "inside",
     "settled", "zero_is_normal", "last", "streak", "longest", "age",
 )  # fmt: skip
-FORM = np.dtype(
+PLAN_ROW = np.dtype(
     [
         *((name, "<i4") for name in (
-            "form", "sides", "statistic", "warmup", "settle_after", "lasting", "after", "has_common",
+            "algorithm", "sides", "statistic", "warmup", "settle_after", "lasting", "after", "has_common",
             "num_points", "reserved",
         )),
         *((name, "<f8") for name in (
@@ -65,19 +65,20 @@ FORM = np.dtype(
         ("cursor", "<i8"),
     ]
 )  # fmt: skip
-"""One form over the series of one statistic, as `judge_forms` reads it; pointers are addresses, 0: none."""
+"""One row of a compiled plan, as `judge_plan` reads it: an algorithm over the series of one statistic. Pointers are
+addresses, 0: none."""
 
-FORM_LOG, FORM_LINEAR, FORM_LIMIT, FORM_STILL = 0, 1, 2, 3
+ALGORITHM_LOG, ALGORITHM_LINEAR, ALGORITHM_LIMIT, ALGORITHM_STILL = 0, 1, 2, 3
 SIDES = ("both", "up", "down")
-"""Sides of a form by number."""
+"""Sides of a baseline by number."""
 
 HIT = np.dtype(
     [
-        ("form", "<i4"), ("entry", "<i4"), ("direction", "<i4"), ("what", "<i4"),
+        ("plan_row", "<i4"), ("entry", "<i4"), ("direction", "<i4"), ("what", "<i4"),
         ("value", "<f8"), ("score", "<f8"), ("baseline", "<f8"),
     ]
 )  # fmt: skip
-"""One anomalous point: which form, and which of its entries."""
+"""One anomalous point: which row of the plan, and which of its entries."""
 HIT_SETTLED = 2
 """Bit of `what`: the series settled at this very point."""
 

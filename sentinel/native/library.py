@@ -16,13 +16,13 @@ from sentinel.native.layout import MAX_DIMS, STATS, check_layouts, check_rows, s
 ISAS = ("portable", "avx2", "avx512")
 """Instruction sets by the number that the library knows them by."""
 
-QUICK_ELEMENTS = 100_000
+GIL_ELEMENTS = 100_000
 """Elements below which a call keeps the GIL, for some 20 us: to get it back may take 5 ms, Python's switch interval."""
 
-QUICK_TENSORS = 4096
+GIL_TENSORS = 4096
 """Tensors of a step below which it is judged, and folded, without releasing the GIL, which takes some 50 us."""
 
-QUICK_BYTES = 1_000_000
+GIL_BYTES = 1_000_000
 """Bytes below which a checksum is computed without releasing the GIL, which takes some 100 us."""
 
 _INTERFACE = 4
@@ -30,10 +30,10 @@ _INTERFACE = 4
 
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
 
-JudgeForms: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], int]
+JudgePlan: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], int]
 Digested: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 DigestRows: TypeAlias = Callable[[bytes, int, int], Digested]
-"""See `Library.prepare_forms` and `Library.prepare_digest`."""
+"""See `Library.prepare_plan` and `Library.prepare_digest`."""
 
 _NONE = np.zeros(0, np.int64)
 """No rows, no copies: the usual answer, shared."""
@@ -65,11 +65,11 @@ class Library:
     """The functions of `sentinel.native`, in C. Raises OSError where the file cannot be loaded."""
 
     def __init__(self, path: Path, isa: str | None = None) -> None:
-        slow = ctypes.CDLL(str(path))
-        quick = ctypes.PyDLL(str(path))
+        gil_released = ctypes.CDLL(str(path))
+        gil_kept = ctypes.PyDLL(str(path))
         i32, i64, u64, pointer, f64 = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_double
         try:
-            for library in (slow, quick):
+            for library in (gil_released, gil_kept):
                 library.sentinel_measure.argtypes = [i64, *[pointer] * 5, i64, f64, i32, i32, i32]
                 library.sentinel_measure.restype = i64
                 library.sentinel_measure_one.argtypes = [u64, i64, i32, i32, pointer, pointer, f64, i32, i32, i32]
@@ -86,40 +86,42 @@ class Library:
                 library.sentinel_has_nonfinite.restype = i32
                 library.sentinel_merge_rows.argtypes = [pointer, i64, pointer, i64, pointer, i64]
                 library.sentinel_merge_rows.restype = None
-                library.sentinel_judge_forms.argtypes = [*[pointer] * 4, i64, pointer, i64, pointer, i32]
-                library.sentinel_judge_forms.restype = i64
+                library.sentinel_judge_plan.argtypes = [*[pointer] * 4, i64, pointer, i64, pointer, i32]
+                library.sentinel_judge_plan.restype = i64
                 library.sentinel_digest_rows.argtypes = [pointer, i64, i64, pointer, pointer, i64, i64, pointer, pointer]
                 library.sentinel_digest_rows.restype = i64
                 library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, i64]
                 library.sentinel_take_rows.restype = i64
                 library.sentinel_group_medians.argtypes = [pointer, pointer, i64, i64, *[pointer] * 5]
                 library.sentinel_group_medians.restype = None
-            for function, address in ((quick.sentinel_crc32, ctypes.c_char_p), (slow.sentinel_crc32, pointer)):
+            for function, address in ((gil_kept.sentinel_crc32, ctypes.c_char_p), (gil_released.sentinel_crc32, pointer)):
                 function.argtypes = [address, i64, i64, ctypes.c_uint32, i32]
                 function.restype = ctypes.c_uint32
-            quick.sentinel_prepare_crc32()
-            if slow.sentinel_interface() != _INTERFACE:
-                raise OSError(f"{path}: speaks interface {slow.sentinel_interface()}, expected {_INTERFACE}; build it again")
-            best = int(slow.sentinel_best_isa())
+            gil_kept.sentinel_prepare_crc32()
+            if gil_released.sentinel_interface() != _INTERFACE:
+                raise OSError(
+                    f"{path}: has interface {gil_released.sentinel_interface()}, expected {_INTERFACE}; build it again"
+                )
+            best = int(gil_released.sentinel_best_isa())
         except AttributeError as error:
             raise OSError(f"{path}: not the library of this version: {error}") from error
         self._isa = best if isa is None else min(best, ISAS.index(isa))
         self.implementation = ISAS[self._isa]
         """The instruction set in use: `avx512`, `avx2` or `portable`."""
-        self._measure, self._measure_quickly = slow.sentinel_measure, quick.sentinel_measure
-        self._measure_one = slow.sentinel_measure_one
-        self._measure_one_quickly = quick.sentinel_measure_one
-        self._count_below = slow.sentinel_count_below
-        self._add_channel_squares = slow.sentinel_add_channel_squares
-        self._fold_rows, self._fold_rows_quickly = slow.sentinel_fold_rows, quick.sentinel_fold_rows
-        self._point_at_own = quick.sentinel_point_at_own
-        self._has_nonfinite = quick.sentinel_has_nonfinite
-        self._merge_rows = slow.sentinel_merge_rows
-        self._digest, self._digest_quickly = slow.sentinel_digest_rows, quick.sentinel_digest_rows
-        self._take_rows = quick.sentinel_take_rows
-        self._group_medians = quick.sentinel_group_medians
-        self._crc32, self._crc32_of_bytes = slow.sentinel_crc32, quick.sentinel_crc32
-        self._judge_forms, self._judge_forms_quickly = slow.sentinel_judge_forms, quick.sentinel_judge_forms
+        self._measure, self._measure_with_gil = gil_released.sentinel_measure, gil_kept.sentinel_measure
+        self._measure_one = gil_released.sentinel_measure_one
+        self._measure_one_with_gil = gil_kept.sentinel_measure_one
+        self._count_below = gil_released.sentinel_count_below
+        self._add_channel_squares = gil_released.sentinel_add_channel_squares
+        self._fold_rows, self._fold_rows_with_gil = gil_released.sentinel_fold_rows, gil_kept.sentinel_fold_rows
+        self._point_at_own = gil_kept.sentinel_point_at_own
+        self._has_nonfinite = gil_kept.sentinel_has_nonfinite
+        self._merge_rows = gil_released.sentinel_merge_rows
+        self._digest, self._digest_with_gil = gil_released.sentinel_digest_rows, gil_kept.sentinel_digest_rows
+        self._take_rows = gil_kept.sentinel_take_rows
+        self._group_medians = gil_kept.sentinel_group_medians
+        self._crc32, self._crc32_of_bytes = gil_released.sentinel_crc32, gil_kept.sentinel_crc32
+        self._judge_plan, self._judge_plan_with_gil = gil_released.sentinel_judge_plan, gil_kept.sentinel_judge_plan
 
     def measure(
         self,
@@ -152,7 +154,7 @@ class Library:
             layouts = check_layouts(layouts, num)
         if num == 0:
             return
-        call = self._measure_quickly if int(numels.sum()) < QUICK_ELEMENTS else self._measure
+        call = self._measure_with_gil if int(numels.sum()) < GIL_ELEMENTS else self._measure
         bad = call(
             num, pointers.ctypes.data, numels.ctypes.data, dtypes.ctypes.data,
             None if layouts is None else layouts.ctypes.data, stats_address(out), out.strides[0],
@@ -182,7 +184,7 @@ class Library:
         shape, strides: of a tensor that is not contiguous, strides in elements; then numel only says how large it is.
         """
         flags = (_WITH_CHECKSUM if checksum else 0) | (_ACCUMULATE if accumulate else 0)
-        call = self._measure_one_quickly if numel < QUICK_ELEMENTS else self._measure_one
+        call = self._measure_one_with_gil if numel < GIL_ELEMENTS else self._measure_one
         num_dims, words = (0, None) if shape is None or strides is None else _packed(shape, strides)
         bad = call(pointer, numel, dtype, num_dims, words, out, zero_eps, flags, num_threads, self._isa)
         if bad < 0:
@@ -244,7 +246,7 @@ class Library:
         FOLDED: params, wgrads) are not folded. Releases the GIL where there are many.
         """
         check_rows(rows, num_rows)
-        fold = self._fold_rows_quickly if num_rows < QUICK_TENSORS else self._fold_rows
+        fold = self._fold_rows_with_gil if num_rows < GIL_TENSORS else self._fold_rows
         left = int(fold(rows.ctypes.data, num_rows))
         return left if left >= 0 else fallback.fold_rows(rows, num_rows)
 
@@ -276,46 +278,46 @@ class Library:
         self._merge_rows(stats_address(rows), rows.strides[0], group.ctypes.data, len(group), out.ctypes.data, num_groups)
         return out
 
-    def prepare_forms(self, forms: np.ndarray, hits: np.ndarray) -> JudgeForms:
-        """Return what judges all forms of a step, and learns; it returns how many `hits` were written: the anomalous points.
+    def prepare_plan(self, plan: np.ndarray, hits: np.ndarray) -> JudgePlan:
+        """Return what judges a step by a compiled plan, and learns; it returns how many `hits` (anomalous points) it wrote.
 
-        forms: [forms] FORM, whose `num_points` say after a call how many points each judged; hits: [all entries together]
+        plan: [rows] PLAN_ROW, whose `num_points` say after a call how many points each judged; hits: [all entries together]
         HIT. A call takes stats: [tensors] STATS; present, bad:
         [tensors] bool, whether the step has the tensor, and whether it holds anything that is not finite; norm_scale:
         [tensors] float64 factors of the norm, or None. A small step keeps the GIL.
         """
-        room = int(forms["num_entries"].sum())
+        room = int(plan["num_entries"].sum())
         if len(hits) < room:
             raise ValueError(f"expected room for {room} hits, got {len(hits)}")
-        forms_at, num_forms, hits_at, isa = forms.ctypes.data, len(forms), hits.ctypes.data, self._isa
-        quickly, slowly = self._judge_forms_quickly, self._judge_forms
+        plan_at, num_plan_rows, hits_at, isa = plan.ctypes.data, len(plan), hits.ctypes.data, self._isa
+        with_gil, without_gil = self._judge_plan_with_gil, self._judge_plan
 
         def judge(
             stats: np.ndarray, present: np.ndarray, bad: np.ndarray, norm_scale: np.ndarray | None,
-            _kept: object = (forms, hits),
+            _kept: object = (plan, hits),
         ) -> int:  # fmt: skip
             num = len(stats)
             if not num == len(present) == len(bad) or (norm_scale is not None and len(norm_scale) != num):
                 raise ValueError(f"expected what is said of {num} tensors, got {len(present)} and {len(bad)}")
-            found: int = (quickly if num < QUICK_TENSORS else slowly)(
+            found: int = (with_gil if num < GIL_TENSORS else without_gil)(
                 stats.ctypes.data if stats.dtype is STATS else stats_address(stats), present.ctypes.data, bad.ctypes.data,
-                None if norm_scale is None else norm_scale.ctypes.data, num, forms_at, num_forms, hits_at, isa,
+                None if norm_scale is None else norm_scale.ctypes.data, num, plan_at, num_plan_rows, hits_at, isa,
             )  # fmt: skip
             return found
 
         return judge
 
-    def judge_forms(
+    def judge_plan(
         self,
         stats: np.ndarray,
         present: np.ndarray,
         bad: np.ndarray,
         norm_scale: np.ndarray | None,
-        forms: np.ndarray,
+        plan: np.ndarray,
         hits: np.ndarray,
     ) -> int:
-        """Judge once what `prepare_forms` judges again and again."""
-        return self.prepare_forms(forms, hits)(stats, present, bad, norm_scale)
+        """Judge once what `prepare_plan` judges again and again."""
+        return self.prepare_plan(plan, hits)(stats, present, bad, norm_scale)
 
     def prepare_digest(self, left_out: np.ndarray, is_replicated: np.ndarray) -> DigestRows:
         """Return what merges the rows of one step; it returns (stats, present, bad, bad_rows, odd_copies).
@@ -332,11 +334,11 @@ class Library:
         num_stats_bytes, num_out_bytes = STATS.itemsize * num_tensors, (STATS.itemsize + 2) * num_tensors
         num_scratch = 1 + 2 * (num_copies + 1)
         num_words = num_scratch + num_copies // 8 + 1
-        quickly, slowly = self._digest_quickly, self._digest
+        with_gil, without_gil = self._digest_with_gil, self._digest
 
         def digest(parts: bytes, num_parts: int, num_rows: int, _kept: object = (left_out, is_replicated)) -> Digested:
             out, words = np.empty(num_out_bytes, np.uint8), np.empty(num_words + num_rows, np.int64)
-            num_bad = (quickly if num_rows < QUICK_TENSORS else slowly)(
+            num_bad = (with_gil if num_rows < GIL_TENSORS else without_gil)(
                 parts, num_parts, num_rows, left_out_at, is_replicated_at, num_tensors, num_copies, out.ctypes.data,
                 words.ctypes.data,
             )  # fmt: skip
@@ -377,7 +379,7 @@ class Library:
     def crc32(self, data: bytes | bytearray | memoryview, value: int = 0, begin: int = 0, end: int | None = None) -> int:
         """Return the crc32 of data[begin:end] as zlib.crc32 gives it, three times as fast. Much data releases the GIL."""
         size = (data.nbytes if isinstance(data, memoryview) else len(data)) if end is None else end
-        if isinstance(data, bytes) and size - begin < QUICK_BYTES:
+        if isinstance(data, bytes) and size - begin < GIL_BYTES:
             found: int = self._crc32_of_bytes(data, begin, size - begin, value, 1)
             return found
         whole = np.frombuffer(data, np.uint8)

@@ -14,7 +14,7 @@
     X(cursor) X(depth) X(ended_steps) X(entry) X(flags) X(generation) X(grad) X(grad_fn) X(had_backward) X(handle)           \
     X(has_gradient) X(hook) X(hook_gradient) X(id) X(in_forward) X(inputs) X(is_alive) X(is_border) X(is_border_in)          \
     X(is_border_out) X(is_done) X(is_due) X(is_floating_point) X(is_measured) X(is_on) X(is_settled) X(kernel) X(kind)       \
-    X(may_rest) X(measure) X(micro_step) X(module) X(names) X(num_rows) X(observe) X(onlookers) X(order) X(outputs)          \
+    X(may_skip) X(measure) X(micro_step) X(module) X(names) X(num_rows) X(observe) X(observers) X(order) X(outputs)          \
     X(passes) X(recomputed) X(recorder) X(recording) X(requires_grad) X(row) X(rows) X(seen) X(site_pos) X(sites) X(step)    \
     X(survey) X(zero_eps)
 
@@ -113,7 +113,7 @@ static int measure_into(PyObject *recording, PyObject *rows, PyObject *tensor, i
         let_go(&owned, NULL);
         return -1;
     }
-    if ((PyObject *)Py_TYPE(kernel) == passing.kernel && look_inside(tensor, &dense) && dense.numel < QUICK_ELEMENTS) {
+    if ((PyObject *)Py_TYPE(kernel) == passing.kernel && look_inside(tensor, &dense) && dense.numel < GIL_ELEMENTS) {
         sentinel_measure(1, &dense.pointer, &dense.numel, &dense.code, NULL, (char *)&out->stats, 0,
                          PyFloat_AsDouble(zero_eps), 0, 1, known.isa);
     } else {
@@ -206,7 +206,7 @@ static PyObject *take_again(PyObject *self, PyObject *const *args, Py_ssize_t nu
     PyObject *sites = part(&owned, recorder, name.sites);
     if (!is(chunk, name.is_settled, Py_True)) goto otherwise;
     if (module != Py_None
-        && !(is(tap, name.module, module) && is(recorder, name.is_alive, Py_True) && is(tap, name.may_rest, Py_False)
+        && !(is(tap, name.module, module) && is(recorder, name.is_alive, Py_True) && is(tap, name.may_skip, Py_False)
              && is(chunk, name.in_forward, Py_True) && graph_task() < 0))
         goto otherwise;
     PyObject *names = part(&owned, tap, name.names), *survey = part(&owned, chunk, name.survey);
@@ -224,7 +224,7 @@ static PyObject *take_again(PyObject *self, PyObject *const *args, Py_ssize_t nu
     if ((asks && grad == Py_None) || !is_answer(tensor, name.is_floating_point, Py_True)) goto otherwise;
     PyObject *is_grad_enabled = keep(&owned, PyObject_CallNoArgs(passing.is_grad_enabled));
     PyObject *seen = part(&owned, part(&owned, chunk, name.seen), name.by_id), *key = keep(&owned, PyLong_FromVoidPtr(tensor));
-    if (is_grad_enabled != Py_True || !seen || !key || PySequence_Contains(seen, key) || !is_empty(recording, name.onlookers))
+    if (is_grad_enabled != Py_True || !seen || !key || PySequence_Contains(seen, key) || !is_empty(recording, name.observers))
         goto otherwise;
     const int is_row = measures ? is_measured(sites, entry) : 0;
     const int requires_grad = is(tensor, name.requires_grad, Py_True);
@@ -279,7 +279,7 @@ static PyObject *take_gradient(PyObject *self, PyObject *const *args, Py_ssize_t
     PyObject *recomputed = part(&owned, chunk, name.recomputed);
     if (!is(tap, name.is_done, Py_False) || !is(tap, name.handle, Py_None) || !is(recorder, name.is_alive, Py_True)
         || number(tap, name.step) != number(recorder, name.ended_steps) || number(passing.guard, name.depth)
-        || !is_empty(recomputed, name.asked_twice) || !is_empty(recording, name.onlookers) || !entry || !sites || !micro_step
+        || !is_empty(recomputed, name.asked_twice) || !is_empty(recording, name.observers) || !entry || !sites || !micro_step
         || PyErr_Occurred())
         goto otherwise;
     const int is_row = is_measured(sites, entry);

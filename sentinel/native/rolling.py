@@ -74,7 +74,7 @@ def scratch(p: RollingParameters) -> np.ndarray:
     return np.empty(2 * max(p.window, p.settle_after) + 2)
 
 
-QUICK_POINTS = 2000
+GIL_POINTS = 2000
 """Points up to which a call keeps the GIL, for some 50 us: to get it back may take 5 ms, Python's switch interval."""
 
 
@@ -103,7 +103,7 @@ def run(
             raise ValueError(f"state {name}: expected {num_series} contiguous rows of {np.dtype(dtype)}")
         pointers.append(array.ctypes.data)
     room = scratch(p)
-    call = _calls[1] if values.size <= QUICK_POINTS else _calls[0]
+    call = _calls[1] if values.size <= GIL_POINTS else _calls[0]
     call(
         ctypes.addressof(p), (ctypes.c_void_p * len(pointers))(*pointers), num_points, num_series, values.ctypes.data,
         scores.ctypes.data, None if flags is None else flags.ctypes.data, steps, room.ctypes.data, isa,

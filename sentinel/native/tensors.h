@@ -5,7 +5,7 @@
 enum { MAX_TYPES = 4, MAX_DTYPES = 32 };
 
 /* Below this many elements the GIL is kept, as in library.py. */
-#define QUICK_ELEMENTS 100000
+#define GIL_ELEMENTS 100000
 /* From here on torch would be asked for its number of threads. */
 #define WORTH_THREADS 800000
 /* No storage has so many bytes: an address from here on is more than an offset into a storage that was freed. */
@@ -80,7 +80,7 @@ static PyObject *measure_tensor(PyObject *self, PyObject *const *args, Py_ssize_
     Dense dense;
     if (PyErr_Occurred()) return NULL;
     if (!look_inside(args[0], &dense) || dense.numel >= WORTH_THREADS) Py_RETURN_FALSE;
-    if (dense.numel < QUICK_ELEMENTS) {
+    if (dense.numel < GIL_ELEMENTS) {
         sentinel_measure(1, &dense.pointer, &dense.numel, &dense.code, NULL, out, 0, zero_eps, flags, 1, known.isa);
     } else {
         Py_BEGIN_ALLOW_THREADS
@@ -126,7 +126,7 @@ static PyObject *measure_tensors(PyObject *self, PyObject *const *args, Py_ssize
         codes[i] = dense.code;
         total += dense.numel;
     }
-    if (total < QUICK_ELEMENTS) {
+    if (total < GIL_ELEMENTS) {
         bad = sentinel_measure(num, pointers, numels, codes, NULL, out, stride, zero_eps, flags, 1, known.isa);
     } else {
         Py_BEGIN_ALLOW_THREADS

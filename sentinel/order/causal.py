@@ -70,7 +70,7 @@ def _is_before(a: Position, b: Position, *, possibly: bool) -> bool:
     if a.epoch != b.epoch:
         return a.epoch < b.epoch
     if b.phase is Phase.COMM:
-        # The line of code that calls it has no depth: what other ranks did before cannot be told, so that only the wider
+        # The line of code that calls it has no depth: what other ranks did before is not known, so that only the wider
         # reading may relate it to anything but its own kind.
         return (a.phase is Phase.COMM or (possibly and a.phase is not Phase.FREE)) and _is_earlier_call(a, b)
     if b.phase is Phase.OPTIMIZER:

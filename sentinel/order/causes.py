@@ -214,7 +214,7 @@ def _keys(lane: int, possibly: bool) -> tuple[int, ...]:
 
 
 def reached_by(causes: Iterable[Anomaly], anomalies: Iterable[Anomaly]) -> list[bool]:
-    """Return of each anomaly whether it comes after any of some causes, as far as can be told; near-linear time."""
+    """Return of each anomaly whether it comes after any of some causes, as far as that is known; near-linear time."""
     sources: dict[tuple[str, tuple[int, int]], list[Position]] = {}
     for cause in causes:
         p = position(cause)
@@ -245,7 +245,7 @@ class BlastRadius(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def blast_radius(anomalies: Sequence[Anomaly], causes: Sequence[Anomaly] | None = None) -> BlastRadius:
-    """Count what some causes can have made: all other anomalies that come after one of them, as far as can be told.
+    """Count what some causes can have made: all other anomalies that come after one of them, as far as that is known.
 
     causes: by default the leading causes of these very anomalies.
     """

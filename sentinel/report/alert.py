@@ -15,11 +15,11 @@ from sentinel.known_words import near
 CHANGES: tuple[str, ...] = (
     "opened", "raised", "worse", "refined", "acknowledged", "reopened", "resolved", "settled", "ended", "closed", "merged",
 )  # fmt: skip
-"""What may have happened to an incident that somebody wants to hear."""
+"""What may have happened to an incident that people may be notified of."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sink is told about one revision of one incident."""
+    """What one sink is sent about one revision of one incident."""
 
     key: str
     """Names this message for ever, `<sink>:<run>:<incident>:<revision>`: the idempotency key."""
@@ -30,12 +30,12 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     is_page: bool = False
     """Somebody should get up: said once per incident and sink."""
     was_severity: Severity | None = None
-    """Severity that this sink was told before; None: it has heard nothing yet."""
+    """Severity that this sink was sent before; None: it was sent nothing yet."""
     was_paged: bool = False
     created: float = 0.0
     """Seconds since the epoch of the judgement."""
     repeated: bool = False
-    """The sink may have heard this before: a crash or a lost answer lies between two tries."""
+    """The sink may have received this before: a crash or a lost answer lies between two tries."""
 
     @property
     def topic(self) -> str:
@@ -67,16 +67,16 @@ def topic(sink: str) -> str:
 
 
 class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which incidents and which of their changes a sink hears."""
+    """Which incidents and which of their changes a sink is sent."""
 
     min_severity: Severity = Severity.WARNING
-    """Incidents of this severity and above are told: info, warning, critical."""
+    """Incidents of this severity and above are sent: info, warning, critical."""
 
     detectors: tuple[str, ...] = ()
-    """Incidents that one of these detectors takes part in are told from `warning` on, whatever min_severity says."""
+    """Incidents that one of these detectors takes part in are sent from `warning` on, whatever min_severity says."""
 
     changes: tuple[str, ...] = CHANGES
-    """Changes that are told: opened, raised (severity, or a page became due), worse (several times what was told),
+    """Changes that are sent: opened, raised (severity, or a page became due), worse (several times what was sent),
     refined (root, module or diagnosis became known), acknowledged and reopened (by a person), resolved (quiet), settled,
     ended (the run is over), closed (by a person), merged."""
 
@@ -86,8 +86,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 hint = near(change, CHANGES)
                 raise ConfigError(f"notify.sinks.route.changes must be among {', '.join(CHANGES)}, got {change!r}{hint}")
 
-    def hears(self, incident: Incident) -> bool:
-        """Return whether incidents like this one are told at all."""
+    def matches(self, incident: Incident) -> bool:
+        """Return whether incidents like this one are sent at all."""
         level = incident.severity.level
         if level >= self.min_severity.level:
             return True
@@ -95,14 +95,14 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def change_of(previous: Incident | None, current: Incident, route: RouteConfig) -> str | None:
-    """Return what `route` should be told about `current`, or None. previous: the revision before; None: the first."""
-    was_received = previous is not None and previous.state not in CLOSED_STATES and route.hears(previous)
+    """Return what `route` sends about `current`, or None. previous: the revision before; None: it is the first."""
+    was_received = previous is not None and previous.state not in CLOSED_STATES and route.matches(previous)
     if previous is None and current.state == "ended":
         # The end of the run is what it tells of: it opens and is over in one revision.
-        change = "opened" if route.hears(current) else None
+        change = "opened" if route.matches(current) else None
     elif current.state in CLOSED_STATES:
         change = current.state if was_received else None
-    elif not route.hears(current):
+    elif not route.matches(current):
         change = None
     elif (previous is None or previous.state in CLOSED_STATES) and current.acts and current.acts[-1].act == "reopen":
         change = "reopened"
@@ -115,13 +115,13 @@ def change_of(previous: Incident | None, current: Incident, route: RouteConfig) 
     elif len(current.acts) > len(previous.acts):
         change = "acknowledged"
     elif (current.root, current.module, current.suspected) != (previous.root, previous.module, previous.suspected):
-        # Whoever works on it reads the page; the others need not hear each step of it.
+        # Whoever works on it reads the page; the others need not be notified of each step of it.
         change = None if current.acknowledged(current.time) else "refined"
     else:
         change = None
     if change in route.changes:
         return change
-    # A sink that is not told of the opening still has to learn of a page.
+    # A sink that is not sent the opening still has to learn of a page.
     return "raised" if change == "opened" and "raised" in route.changes and current.paged else None
 
 
@@ -138,7 +138,7 @@ def alerts_for(
         change = change_of(previous, current, route)
         if change is None:
             continue
-        was_received = previous is not None and route.hears(previous)
+        was_received = previous is not None and route.matches(previous)
         was_paged = was_received and previous is not None and previous.paged
         alerts.append(
             Alert(
@@ -156,20 +156,20 @@ def alerts_for(
     return alerts
 
 
-def tells_of_an_end(incident: Incident) -> bool:
+def reports_end(incident: Incident) -> bool:
     """Return whether an incident is over because it is the end of the run that it tells of: that is no resolution."""
     return incident.state == "ended" and "RunEnded" in incident.detectors
 
 
 def open_alerts(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: float) -> list[Alert]:
-    """Return the open incidents that `sink` has been told of, as alerts: what a keep-alive repeats after a restart."""
+    """Return the open incidents that `sink` was notified of, as alerts: what a keep-alive repeats after a restart."""
     return [
         Alert(
             key=f"{sink}:{one.run}:{one.id}:{one.revision}", sink=sink, change="opened", incident=one,
             was_severity=one.severity, was_paged=one.paged, created=now,
         )
         for one in incidents
-        if one.state not in CLOSED_STATES and route.hears(one)
+        if one.state not in CLOSED_STATES and route.matches(one)
     ]  # fmt: skip
 
 

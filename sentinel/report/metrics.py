@@ -66,12 +66,12 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     run: str
     attempt: int = 0
     newest_step: int | None = None
-    """Newest step that any rank spoke for."""
+    """Newest step that any rank reported."""
     judged_step: int | None = None
     last_record_time: float | None = None
     """Seconds since the epoch of the newest record, by its own clock. A time, not an age: it cannot go stale unseen."""
     quietest_received_time: float | None = None
-    """Seconds since the epoch, by the daemon's clock, when the rank that was heard least recently was heard."""
+    """Seconds since the epoch, by the daemon's clock, of the newest frame of the running rank that is silent the longest."""
     last_judged_time: float | None = None
     step_time_s: float | None = None
     scalars: Mapping[str, float] = {}
@@ -180,11 +180,11 @@ class _RunSlots:
 
 _RUN_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("attempt", "sentinel_attempt", "Attempt of the run that is training, from 0."),
-    ("newest_step", "sentinel_newest_step", "Newest step that any rank spoke for."),
+    ("newest_step", "sentinel_newest_step", "Newest step that any rank reported."),
     ("judged_step", "sentinel_judged_step", "Newest step that was judged."),
     ("last_record_time", "sentinel_last_record_timestamp_seconds", "When the newest record was made, its own clock."),
     ("quietest_received_time", "sentinel_quietest_rank_heard_timestamp_seconds",
-     "When the living rank that was heard least recently was heard."),
+     "When the newest frame came of the running rank that is silent the longest."),
     ("last_judged_time", "sentinel_last_judged_timestamp_seconds", "When the newest judgement was given."),
     ("step_time_s", "sentinel_step_duration_seconds", "Duration of a training step, median of the last 9."),
     ("is_monitoring", "sentinel_monitoring_enabled", "1 while module monitoring is on, 0 while only the black box is."),

@@ -4,7 +4,7 @@
                  -> rate-limit -> send -> done, or again later
 
 The outbox is durable and the rows are committed with the judgement, so nothing is lost by a crash. A row is counted as
-begun before its request leaves: after kill -9 a sink without an idempotency key may hear one repeat, marked `repeated`.
+begun before its request leaves: after kill -9 a sink without an idempotency key may receive one repeat, marked `repeated`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sentinel.errors import MALFORMED
 from sentinel.report.alert import Alert, topic, worst_first
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
-from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink
+from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink, checked
 
 FOREVER = 1e12
 """A time that lies behind every due time, seconds since the epoch."""
@@ -93,7 +93,7 @@ class SinkWorker:
     ) -> None:
         self.sink = sink
         self._resending = sink if isinstance(sink, ResendingSink) else None
-        """The sink, where it forgets what it was told: it is told again what is open, and takes no digests."""
+        """The sink, where it forgets what it was sent: what is open is sent again, and it takes no digests."""
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.problem = ""
         """Why the last request failed; empty after one that did not."""
@@ -108,7 +108,7 @@ class SinkWorker:
         self._blocked_at = 0.0
         self._failures: dict[int, int] = {}
         self._known_tries: dict[int, int] = {}
-        """Position -> tries begun by this process that the sink certainly did not hear."""
+        """Position -> tries begun by this process that the sink certainly did not receive."""
         self._unfinished: dict[int, str] = {}
         """Position -> outcome that the outbox could not yet write down: never sent again meanwhile."""
 
@@ -137,7 +137,7 @@ class SinkWorker:
         return max(self._outbox.num_waiting(topic(self.sink.name)) - len(self._unfinished), 0)
 
     def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Tell a sink that forgets what it had been told before a restart; others need nothing."""
+        """Hand a sink that forgets what it had been sent before a restart; others need nothing."""
         if self._resending is not None:
             self._resending.restore([alert for alert in open_alerts if alert.sink == self.sink.name])
 
@@ -174,7 +174,7 @@ class SinkWorker:
 
     def _supersede(self, pending: list[Pending]) -> list[Pending]:
         # Only the newest word about an incident is worth sending, but it inherits what was due: a page stays a page,
-        # and labels that were told must still be taken back.
+        # and labels that were sent must still be taken back.
         newest: dict[tuple[str, str], Pending] = {}
         for one in pending:
             where = (one.alert.incident.run, one.alert.incident.id)
@@ -250,10 +250,7 @@ class SinkWorker:
     def _deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         self.busy_since = now
         try:
-            delivery: object = self.sink.deliver(alerts, now)
-            if not isinstance(delivery, Delivery):
-                raise TypeError(f"deliver() gave {type(delivery).__name__}, expected a Delivery")
-            return delivery
+            return checked(self.sink.deliver(alerts, now))
         except Exception as error:  # A sink of somebody else's must not end the thread, nor lose its alerts.
             _log.exception("sink %s: raised", self.sink.name)
             return Delivery(outcome="retry", detail=f"{type(error).__name__}", is_unknown=True)

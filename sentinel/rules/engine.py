@@ -11,7 +11,7 @@ import numpy as np
 from sentinel.anomaly import Anomaly
 from sentinel.detect import known_detectors, state_bytes
 from sentinel.errors import RuleError
-from sentinel.rules.guard import Guarded
+from sentinel.rules.guarded_detector import Guarded
 from sentinel.rules.language.schema import Pack
 from sentinel.rules.watches.binding import watches_of_pack
 from sentinel.rules.watches.layout_plan import LayoutPlan
@@ -192,7 +192,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Begin all baselines anew; what was reported of ranks and their ends stays reported."""
-        kept = {one.identity: one for one in self._watches if one.keeps_what_was_told}
+        kept = {one.identity: one for one in self._watches if one.keeps_reported}
         fresh = watches_of_pack(self.pack, self._detectors)
         for new, old in zip(fresh, self._watches, strict=True):
             new.num_points = old.num_points

@@ -11,7 +11,7 @@ from sentinel.store.journal_file import JournalFile
 
 @dataclass(frozen=True, kw_only=True)
 class AuditEntry:
-    """One line of the audit: who did what, when."""
+    """One line of the audit: actor, action, details, and when, in seconds since the epoch."""
 
     time: float
     actor: str
@@ -20,13 +20,13 @@ class AuditEntry:
 
 
 class Audit:
-    """Commands, reloads, refusals: each line for ever."""
+    """The table of commands, reloads and refusals; lines are never removed."""
 
     def __init__(self, file: JournalFile) -> None:
         self._file = file
 
     def add(self, time: float, actor: str, action: str, details: dict[str, Any]) -> None:
-        """Write down a command, a reload, a refusal."""
+        """Append a line. time: seconds since the epoch. actor: `policy`, `rank 3`, a user. details: JSON-able."""
         with self._file.mutex, self._file.transaction():
             self._file.db.execute(
                 "INSERT INTO audit(time, actor, action, body) VALUES(?, ?, ?, ?)",

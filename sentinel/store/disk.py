@@ -1,4 +1,4 @@
-"""What the disk under a path can be trusted with: SQLite's write-ahead log needs a local one."""
+"""The kind of file system under a path: SQLite's write-ahead log needs a local one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NETWORK_FILE_SYSTEMS = frozenset(
 """Kernel names of file systems that several machines may write at once: WAL's shared memory does not cross them."""
 
 LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs"})
-"""FUSE file systems that live on this machine's own disk. Any other FUSE is taken for a network."""
+"""FUSE file systems that live on this machine's own disk. Any other FUSE is treated as a network file system."""
 
 
 def file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
     """Return the kernel's name of the file system under `path` (`ext4`, `nfs4`, `fuse.sshfs`), or "": unknown.
 
-    path need not exist: its nearest existing parent is asked.
+    path need not exist: its nearest existing parent counts.
     """
     real = str(nearest(path))
     best, kind = "", ""

@@ -1,4 +1,4 @@
-"""Found: the anomalies and incidents of a journal, for those who read them."""
+"""Found: reads the anomalies and incidents of a journal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.store.journal_file import JournalFile
 
 @dataclass(frozen=True, kw_only=True)
 class FoundAnomaly:
-    """One anomaly as the journal keeps it: `body` is the line of JSON, without its line feed."""
+    """One anomaly as the journal keeps it. `body` is its line of JSON, without the line feed."""
 
     id: str
     attempt: int
@@ -21,7 +21,7 @@ class FoundAnomaly:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundIncident:
-    """One revision of an incident; `body` is the line of JSON, without its line feed."""
+    """One revision of an incident. `body` is its line of JSON, without the line feed."""
 
     id: str
     revision: int
@@ -29,7 +29,7 @@ class FoundIncident:
 
 
 class Found:
-    """Read alone: `Journal.commit` writes them."""
+    """The read side of both tables; `Journal.commit` writes them."""
 
     def __init__(self, file: JournalFile) -> None:
         self._file = file
@@ -39,7 +39,7 @@ class Found:
         return int(self._file.one(f"SELECT coalesce(max(rowid), 0) FROM {_known(table)}"))
 
     def num_onsets(self) -> int:
-        """Return the number of anomalies: onsets alone, neither the records of their ends nor of what was not written."""
+        """Return the number of onsets: neither records of ends nor those of anomalies left out for their number count."""
         return int(self._file.one('SELECT count(*) FROM anomalies WHERE instr(body, CAST(\'"event":"onset"\' AS BLOB)) > 0'))
 
     def bodies(self, table: str, after: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -57,7 +57,10 @@ class Found:
                 return
 
     def newest_anomalies(self, limit: int, before: int | None = None, step: int | None = None) -> list[tuple[int, bytes]]:
-        """Return (position, body) of the newest anomalies, newest first; `before` pages backwards."""
+        """Return (position, body) of the newest anomalies, newest first.
+
+        before: positions below this alone, to page backwards. step: anomalies of this step alone.
+        """
         where, values = ["position < ?"], [2**62 if before is None else before]
         if step is not None:
             where.append("step = ?")

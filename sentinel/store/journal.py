@@ -1,4 +1,4 @@
-"""The journal: what was decided, judged, found, told and commanded, in one SQLite file that survives kill -9.
+"""The journal: what was decided, judged, found, sent and commanded, in one SQLite file that survives kill -9.
 
 The order of events for every step, which makes "never twice, never lost" hold at any instant:
 
@@ -17,18 +17,18 @@ from pathlib import Path
 
 from sentinel.errors import StoreError
 from sentinel.store.audit import Audit
-from sentinel.store.facts import Facts
 from sentinel.store.found import Found, FoundAnomaly, FoundIncident
 from sentinel.store.journal_file import JournalFile
 from sentinel.store.outbox_table import OutboxTable, Outgoing
+from sentinel.store.run_values import RunValues
 
 
 @dataclass(kw_only=True)
 class Commit:
-    """All that judging up to one decision brought; `Journal.commit` writes it whole or not at all."""
+    """The results of judging up to one decision; `Journal.commit` writes them whole or not at all."""
 
     judged: int
-    """Seq of the last decision that this covers."""
+    """Seq of the last decision whose results these are."""
     anomalies: list[tuple[int, FoundAnomaly]] = field(default_factory=list)
     """(seq of the decision, anomaly) in total order."""
     incidents: list[tuple[int, FoundIncident]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Journal:
         self.found = Found(self._file)
         self.outbox = OutboxTable(self._file)
         self.audit = Audit(self._file)
-        self.facts = Facts(self._file)
+        self.values = RunValues(self._file)
         self._last_seq = int(self._file.one("SELECT coalesce(max(seq), 0) FROM decisions"))
 
     def close(self) -> None:
@@ -73,8 +73,8 @@ class Journal:
     def record(self, decisions: Sequence[tuple[int, str, bytes]]) -> None:
         """Write (seq, kind, body), in one transaction. Seqs go on from `last_seq` without a gap.
 
-        Kill -9 cannot undo it from here on. A power cut can until the next `commit`, which syncs it to the disk before
-        anybody outside sees a judgement on it: what nobody saw may be decided anew. That saves a sync a step.
+        When this returns, kill -9 cannot undo it. A power cut can until the next `commit`, which syncs it to the disk before
+        a judgement on it leaves the daemon; until then a step may be decided anew. That saves a sync a step.
         """
         if not decisions:
             return
@@ -115,7 +115,7 @@ class Journal:
             return int(self._file.db.execute("SELECT count(*) FROM decisions WHERE kind = ?", (kind,)).fetchone()[0])
 
     def keep_pack(self, pack_hash: str, body: bytes) -> None:
-        """Keep the text of a rule pack, so that a replay judges with the rules of the day."""
+        """Keep the text of a rule pack, so that a replay judges with the rules that the daemon had."""
         with self._file.mutex, self._file.transaction():
             self._file.db.execute("INSERT OR IGNORE INTO packs VALUES(?, ?)", (pack_hash, body))
 
@@ -127,7 +127,10 @@ class Journal:
     # Judgements.
 
     def commit(self, commit: Commit) -> None:
-        """Move the judged offset, the anomalies, the incidents and the outbox together; StoreError going backwards."""
+        """Write the judged offset, anomalies, incidents and outbox of a commit in one transaction.
+
+        StoreError where its offset is below the one committed before, or the disk refuses.
+        """
         with self._file.mutex, self._file.transaction():
             before = self.judged
             if commit.judged < before:
@@ -163,6 +166,6 @@ class Journal:
             ]
 
     def drop_snapshot(self, seq: int) -> None:
-        """Forget a snapshot that could not be restored."""
+        """Delete a snapshot that could not be restored. seq: the decision behind which it was taken."""
         with self._file.mutex, self._file.transaction():
             self._file.db.execute("DELETE FROM snapshots WHERE seq = ?", (seq,))

@@ -1,4 +1,4 @@
-"""JournalFile: the SQLite file of a journal: opened, made or refused, shared between threads, written in transactions."""
+"""JournalFile: the SQLite file of a journal, shared between threads and written in transactions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS snapshots(seq INTEGER PRIMARY KEY, body BLOB NOT NULL
 
 
 class JournalFile:
-    """One connection behind one lock: whoever asks `db` more than one thing holds `mutex`."""
+    """One connection behind one lock: hold `mutex` over several uses of `db` that belong together."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """StoreError: as of `Journal`."""
@@ -66,7 +66,7 @@ class JournalFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Have what is written inside be written whole, or not at all."""
+        """Write what is executed inside whole or not at all. StoreError where the disk refuses it."""
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -78,18 +78,18 @@ class JournalFile:
             raise
 
     def meta(self, key: str) -> Any:
-        """Return what is kept under a name; None: nothing is."""
+        """Return the value under a key of the table `meta`; None: there is none."""
         row = self.row("SELECT value FROM meta WHERE key = ?", (key,))
         return None if row is None else row[0]
 
     def row(self, query: str, values: Sequence[Any] = ()) -> tuple[Any, ...] | None:
-        """Return the first row of an answer; None: there is none."""
+        """Return the first row of a query; None: it has none. values: of its parameters."""
         with self.mutex:
             row: tuple[Any, ...] | None = self.db.execute(query, values).fetchone()
             return row
 
     def one(self, query: str) -> Any:
-        """Return the one value that a query always has."""
+        """Return the one value of a query that always has one row of one column."""
         row = self.row(query)
         assert row is not None
         return row[0]

@@ -12,7 +12,7 @@ from sentinel.store.trouble import disk_trouble
 
 
 def holder(directory: Path) -> str | None:
-    """Return who holds `<directory>/lock`, as it says itself; None where nobody does."""
+    """Return the process that holds `<directory>/lock`, in the words that it wrote there; None: it is not held."""
     try:
         fd = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -27,7 +27,7 @@ def holder(directory: Path) -> str | None:
 
 
 class RunLock:
-    """Holds `<directory>/lock` until closed; the kernel lets go of it when the process dies, however it dies."""
+    """Holds `<directory>/lock` until closed; the kernel releases it when the process ends, however it ends."""
 
     def __init__(self, directory: Path, what: str) -> None:
         """Take the lock, or raise StoreError naming the process that has it, or what the disk did.
@@ -53,7 +53,7 @@ class RunLock:
         os.pwrite(self._fd, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let go. The file stays: removing it would let two daemons lock two different files of one name."""
+        """Release the lock. The file stays: removing it would let two daemons lock two different files of one name."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,4 +1,4 @@
-"""OutboxTable: what is to be sent or done, in the order in which it was found, until it has an outcome."""
+"""OutboxTable: alerts and escalations that wait to be sent or done, in the order in which they were found."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from sentinel.store.journal_file import JournalFile
 
 @dataclass(frozen=True, kw_only=True)
 class Outgoing:
-    """One thing to tell or to do. `key` names it for ever: the same key is never queued twice."""
+    """One message to send or command to issue. `key` identifies it for ever: a key is never queued twice."""
 
     key: str
     topic: str
-    """Who takes it from the outbox: `alert` or `escalation`."""
+    """Which worker takes it: `alert` or `escalation`."""
     body: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """An outgoing thing that has no outcome yet."""
+    """An outgoing message or command that has no outcome yet."""
 
     position: int
     key: str
     body: bytes
     tries: int
-    """Deliveries begun so far. Above 0, a crash or a failure lies in between: a sink may hear it again."""
+    """Deliveries begun so far. Above 0, a crash or a failure lies in between: a sink may receive it again."""
 
 
 class OutboxTable:
-    """A `report.outbox.Outbox`. `Journal.commit` fills it; whoever delivers writes the outcome."""
+    """A `report.outbox.Outbox`. `Journal.commit` fills it; the worker that delivers writes the outcome."""
 
     def __init__(self, file: JournalFile) -> None:
         self._file = file
 
     def waiting(self, topic: str, now: float, limit: int = 256) -> list[Waiting]:
-        """Return what is due of `topic` and has no outcome, oldest first. now: seconds since the epoch."""
+        """Return those of `topic` that are due and have no outcome, oldest first. now: seconds since the epoch."""
         with self._file.mutex:
             rows = self._file.db.execute(
                 "SELECT position, key, body, tries FROM outbox WHERE outcome = '' AND topic = ? AND due <= ? "
@@ -46,7 +46,7 @@ class OutboxTable:
         return [Waiting(position=row[0], key=row[1], body=bytes(row[2]), tries=row[3]) for row in rows]
 
     def num_waiting(self, topic: str) -> int:
-        """Return how many of `topic` have no outcome."""
+        """Return the number of those of `topic` without outcome, due or not."""
         row = self._file.row("SELECT count(*) FROM outbox WHERE outcome = '' AND topic = ?", (topic,))
         return int(row[0]) if row else 0
 
@@ -56,7 +56,7 @@ class OutboxTable:
             self._file.db.executemany("UPDATE outbox SET tries = tries + 1 WHERE position = ?", [(at,) for at in positions])
 
     def finish_delivery(self, positions: Sequence[int], outcome: str) -> None:
-        """Write the outcome (`sent`, `refused: ...`): these are done for ever."""
+        """Write the outcome (`sent`, `refused: ...`): these are never delivered again."""
         with self._file.mutex, self._file.transaction():
             self._file.db.executemany(
                 "UPDATE outbox SET outcome = ? WHERE position = ?", [(outcome, at) for at in positions]

@@ -1,4 +1,4 @@
-"""Where a run keeps what: its spool, its files, its lock and its journal, which may lie on another disk."""
+"""The paths of a run: spool, files, lock and journal, which may lie on another disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_run(directory: Path) -> bool:
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """Return the runs that a directory is or holds, by name."""
+    """Return the run that a directory is, or the runs directly in it, sorted by name."""
     if is_run(directory):
         return [directory]
     try:
@@ -29,7 +29,7 @@ def runs_in(directory: Path) -> list[Path]:
 
 
 def further_runs(run_dir: Path) -> list[Path]:
-    """Return the runs of other models that one process trained side by side under this run's name."""
+    """Return the runs of further models that the same process trained beside this one."""
     return [one for one in sorted(run_dir.parent.glob(f"{glob.escape(run_dir.name)}+*")) if is_run(one)]
 
 
@@ -50,16 +50,16 @@ def refuse_unprintable(run_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The places of one run. state: the directory of its journal."""
+    """The paths of one run. state: the directory of its journal."""
 
     run_dir: Path
     state: Path
 
     @classmethod
     def of(cls, run_dir: Path, state_dir: Path | None = None) -> RunPaths:
-        """Return the places of a run.
+        """Return the paths of a run.
 
-        state_dir: what --state-dir says; None: where the journal was kept before, by default `<run>/.daemon`.
+        state_dir: the argument of --state-dir; None: where the journal was kept before, by default `<run>/.daemon`.
         StoreError when the run has a journal somewhere else: judging it twice would write every anomaly twice.
         """
         run_dir = run_dir.absolute()
@@ -106,7 +106,7 @@ class RunPaths:
         return self.run_dir / "incidents.jsonl"
 
     def remember(self) -> None:
-        """Leave a note in the run that says where its journal is, when that is elsewhere."""
+        """Write a file into the run that names the directory of its journal, if that is not the default."""
         own = self.lock_directory
         if self.state == own:
             return

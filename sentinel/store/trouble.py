@@ -1,4 +1,4 @@
-"""What it means that a journal cannot be opened, read or written, and what to do: a disk's fault is not the file's."""
+"""Errors of journals that cannot be opened, read or written: whether the disk or the file is at fault, and what to do."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PROBE_BYTES = 65536
 _ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _RIGHTS = frozenset({errno.EACCES, errno.EPERM})
 _DISK = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
-"""SQLite's codes that say that something of the system failed, not what."""
+"""SQLite's codes of failures of the operating system, which do not say which call failed."""
 
 
 def journal_trouble(path: Path, error: sqlite3.Error | OSError, *, read_only: bool = False) -> StoreError:
-    """Return what to raise when `error` came of the journal at `path`: where, what is wrong, what to do.
+    """Return the error to raise when SQLite or the system failed at the journal `path`: where, what is wrong, what to do.
 
-    Only a file whose content is at fault is to be moved away. read_only: nothing may be written to find out.
+    Its advice is to move the file away only where the content is at fault. read_only: write nothing to find out.
     """
     return StoreError(f"{path}: {_words(path, error, read_only)}")
 
 
 def disk_trouble(path: Path, error: OSError) -> StoreError:
-    """Return what to raise when the system refused something at `path`: where, what is wrong, what to do."""
+    """Return the error to raise when the operating system refused `path`: where, what is wrong, what to do."""
     return StoreError(f"{path}: {_of_system(path, error)}")
 
 

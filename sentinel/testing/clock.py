@@ -1,4 +1,4 @@
-"""A clock that moves when told."""
+"""A clock that moves when a test moves it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ EPOCH_S = 1_800_000_000.0
 
 
 class FakeClock:
-    """A clock that moves when told. Serves as a `wire.Clock`, and its methods as `time.time` and `time.monotonic`."""
+    """A clock that moves when a test moves it. Serves as a `wire.Clock`, and its methods as `time.time` and
+    `time.monotonic`."""
 
     def __init__(self, time_s: float = EPOCH_S, monotonic_s: float = 1000.0) -> None:
         self._wall_ns = round(time_s * 1e9)

@@ -1,4 +1,4 @@
-"""A run that is written without being trained: its ranks live, speak, fall silent and die as a test tells them."""
+"""A run that is written without being trained: its ranks start, report, fall silent and die as a test asks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class SyntheticRun:
         return self
 
     def write(self, num_steps: int = 1, *, ranks: Sequence[int] | None = None, skip: Collection[int] = ()) -> None:
-        """Write the next steps. ranks: those that speak, in this order (None: all, rising); skip: ranks that do not.
+        """Write the next steps. ranks: those that write, in this order (None: all, rising); skip: ranks that do not.
 
         The clock advances by step_time_s a step, before its end.
         """
@@ -188,9 +188,9 @@ class SyntheticRun:
             return
         rows, end_step = self.observe(rank, step)
         one.num_last = 0
-        self._say(one, FrameType.ROWS, rows.tobytes(), step, len(rows))
+        self._write_message(one, FrameType.ROWS, rows.tobytes(), step, len(rows))
         if end:
-            self._say(one, FrameType.END_STEP, encode_message(end_step), step, 0)
+            self._write_message(one, FrameType.END_STEP, encode_message(end_step), step, 0)
 
     def observe(self, rank: int, step: int) -> tuple[npt.NDArray[np.void], EndStep]:
         """Return what a rank would say of a step: [num_rows] ROW_DTYPE and the end_step, planted faults included."""
@@ -221,7 +221,9 @@ class SyntheticRun:
         """Say bye: a rank, or all that live."""
         for one in self._ranks if rank is None else [self._ranks[rank]]:
             if one.spool is not None and not one.is_dead:
-                self._say(one, FrameType.BYE, encode_message(Bye(reason=reason, step=self.step - 1)), self.step - 1, 0)
+                self._write_message(
+                    one, FrameType.BYE, encode_message(Bye(reason=reason, step=self.step - 1)), self.step - 1, 0
+                )
                 if one.held is None:
                     one.spool.close()
                     one.is_dead = True
@@ -289,7 +291,7 @@ class SyntheticRun:
         one = self._ranks[rank]
         held, one.held = one.held or [], None
         for frame in held:
-            self._say(one, *frame)
+            self._write_message(one, *frame)
 
     def repeat_last(self, rank: int) -> None:
         """Write the frames of a rank's last step a second time, under the same numbers."""
@@ -314,14 +316,14 @@ class SyntheticRun:
         data[-from_end] ^= 0x10
         path.write_bytes(data)
 
-    def say(self, rank: int, message: Health | Heartbeat | Ack, step: int | None = None) -> None:
+    def report(self, rank: int, message: Health | Heartbeat | Ack, step: int | None = None) -> None:
         """Have a rank send a record of health, a heartbeat or an answer."""
         number = FRAME_TYPES[type(message)]
-        self._say(self._ranks[rank], number, encode_message(message), self.step if step is None else step, 0)
+        self._write_message(self._ranks[rank], number, encode_message(message), self.step if step is None else step, 0)
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
-    def _say(self, one: _Rank, frame_type: int, payload: bytes, step: int, row_count: int) -> None:
+    def _write_message(self, one: _Rank, frame_type: int, payload: bytes, step: int, row_count: int) -> None:
         if one.spool is None or one.is_dead:
             return
         if one.held is not None:

@@ -95,7 +95,7 @@ class ClosedFiles(Protocol):
         """Return what is to be said in the spool of files that were rewritten, as of a step; None: nothing is."""
         ...
 
-    def said(self) -> None:
+    def mark_reported(self) -> None:
         """Take note that the news were written."""
         ...
 
@@ -164,7 +164,7 @@ class SpoolWriter:
             self._step = step
         is_written = self._append(frame_type, payload, step, row_count)
         if is_written and self._has_unreported:
-            self._say_losses()
+            self._report_losses()
         return is_written
 
     @property
@@ -211,7 +211,7 @@ class SpoolWriter:
             return False
         self._step = step
         if self._has_unreported:
-            self._say_losses()
+            self._report_losses()
         return True
 
     def close(self) -> None:
@@ -341,21 +341,21 @@ class SpoolWriter:
             self._close_file()
             self._unreported_unlinked = True
 
-    def _say_losses(self) -> None:
+    def _report_losses(self) -> None:
         """Now that the disk takes frames again, say what it did not take."""
         if self._unreported_failures:
             count = self._unreported_failures
             text = f"rank {self.rank}: {count} frames were not written: {self._last_error}"
-            if not self._say(Health(code="disk_full", message=text, count=count, step=self._step)):
+            if not self._report(Health(code="disk_full", message=text, count=count, step=self._step)):
                 return
             self._unreported_failures = 0
         if self._closed is not None and (news := self._closed.news(self._step)) is not None:
-            if not self._say(news):
+            if not self._report(news):
                 return
-            self._closed.said()
+            self._closed.mark_reported()
         if self._unreported_unlinked:
             text = f"rank {self.rank}: somebody deleted the spool file that was being written; going on in a new one"
-            self._unreported_unlinked = not self._say(Health(code="spool_deleted", message=text, step=self._step))
+            self._unreported_unlinked = not self._report(Health(code="spool_deleted", message=text, step=self._step))
 
-    def _say(self, health: Health) -> bool:
+    def _report(self, health: Health) -> bool:
         return self._append(FrameType.HEALTH, encode_message(health), self._step, 0)

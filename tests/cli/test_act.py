@@ -15,14 +15,17 @@ from sentinel.incident import Incident
 from sentinel.judge.replay import replay
 from sentinel.recorded_incidents import incident_revisions, newest_revisions
 from sentinel.store.run_paths import RunPaths
-from tests.daemon.test_serving import NOW, catch_up, queued, served, synthetic, written
+
+from ..daemon.test_serving import EVERY_STEP, planted_run, queued
+from ..support.results import result_bytes
+from ..support.serving import NOW, catch_up, served
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(50)
     return tmp_path / "run"
 
@@ -35,7 +38,7 @@ def worst(run_dir: Path) -> Incident:
 def test_people_are_obeyed_journalled_and_replayed(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run = served(run_dir)
+    run = served(run_dir, EVERY_STEP)
     catch_up(run)
     # The judge's turn comes while the command waits for it.
     monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run, "_acts_due", 0.0), run.turn(NOW)))
@@ -58,11 +61,11 @@ def test_people_are_obeyed_journalled_and_replayed(
     run.finish(NOW, is_over=False, deadline=float("inf"))
     run.close()
     assert replay(RunPaths.of(run_dir), tmp_path / "again").first_difference is None
-    assert (tmp_path / "again" / "incidents.jsonl").read_bytes() == written(run_dir)[1]
+    assert (tmp_path / "again" / "incidents.jsonl").read_bytes() == result_bytes(run_dir)[1]
 
 
 def test_a_restart_between_act_and_judge_takes_it_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = served(run_dir)
+    run = served(run_dir, EVERY_STEP)
     catch_up(run)
     monkeypatch.setattr(verb, "WAIT_S", 0.0)
     assert run_cli(["ack", "-d", str(run_dir), "--who", "ana"]) == FOUND
@@ -71,7 +74,7 @@ def test_a_restart_between_act_and_judge_takes_it_once(run_dir: Path, monkeypatc
     body = waiting.read_bytes()
 
     for _ in range(2):
-        run = served(run_dir)
+        run = served(run_dir, EVERY_STEP)
         catch_up(run)
         run._acts_due = 0.0
         catch_up(run)
@@ -96,7 +99,7 @@ def test_a_restart_between_act_and_judge_takes_it_once(run_dir: Path, monkeypatc
 def test_what_cannot_be_is_said(
     run_dir: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, says: str
 ) -> None:
-    run = served(run_dir)
+    run = served(run_dir, EVERY_STEP)
     catch_up(run)
     run.close()
 
@@ -106,7 +109,7 @@ def test_what_cannot_be_is_said(
 
 
 def test_json_is_the_incident(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run = served(run_dir)
+    run = served(run_dir, EVERY_STEP)
     catch_up(run)
     monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run, "_acts_due", 0.0), run.turn(NOW)))
 

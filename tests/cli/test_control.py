@@ -21,14 +21,14 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def written(run_dir, number=1):
+def command_file(run_dir, number=1):
     return json.loads((run_dir / "control" / f"{number:06d}.json").read_bytes())
 
 
 def test_enable_writes_a_command_for_the_first_step_every_rank_can_obey(run_dir, capsys):
     assert run_cli(["enable", "-d", str(run_dir), "--json"]) == CLEAN
 
-    command = written(run_dir)
+    command = command_file(run_dir)
     assert json.loads(capsys.readouterr().out) == command
     # 9 is over; 0.5 s to read it are two steps.
     assert command["at_step"] == 12
@@ -41,7 +41,7 @@ def test_enable_takes_all_its_options(run_dir):
 
     assert run_cli(["enable", "-d", str(run_dir), *options.split()]) == CLEAN
 
-    command = written(run_dir)
+    command = command_file(run_dir)
     assert (command["kinds"], command["targets"]) == (["wgrad", "dgrad"], ["layers.3", "head"])
     assert (command["at_step"], command["for_steps"], command["per_micro_step"]) == (50, None, True)
 
@@ -49,7 +49,7 @@ def test_enable_takes_all_its_options(run_dir):
 def test_disable_means_all_by_default(run_dir):
     assert run_cli(["disable", "-d", str(run_dir)]) == CLEAN
 
-    command = written(run_dir)
+    command = command_file(run_dir)
     assert (command["type"], command["kinds"], command["targets"]) == ("DisableMonitoring", [], [])
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_is_over_is_said_to_hear_nothing(tmp_path, capsys, verb):
 
     assert run_cli([verb, "-d", str(tmp_path / "run")]) == FOUND
     assert "nobody listens: every rank has ended" in capsys.readouterr().err
-    assert written(tmp_path / "run")["attempt"] == -1
+    assert command_file(tmp_path / "run")["attempt"] == -1
 
 
 def test_a_run_that_was_killed_is_said_to_hear_nothing(tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_command_is_for_the_attempt_that_trains_now(tmp_path):
 
     assert run_cli(["enable", "-d", str(tmp_path / "run")]) == CLEAN
 
-    command = written(tmp_path / "run")
+    command = command_file(tmp_path / "run")
     # Not behind step 5000, which the former attempt had reached.
     assert (command["attempt"], command["at_step"]) == (1, 103)
 
@@ -128,7 +128,7 @@ def test_dump_takes_all_its_options(run_dir, capsys):
 
     assert run_cli(["dump", str(run_dir), *options.split(), "--json"]) == CLEAN
 
-    command = written(run_dir)
+    command = command_file(run_dir)
     assert json.loads(capsys.readouterr().out) == command
     assert (command["type"], command["kinds"], command["targets"]) == ("DumpTensors", ["wgrad", "exp_avg"], ["layers.3"])
     assert (command["at_step"], command["for_steps"], command["step_interval"]) == (50, 4, 2)

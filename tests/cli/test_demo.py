@@ -17,39 +17,37 @@ from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
 from sentinel.incident import Incident
 
+from ..support.anomalies import a_nan, an_incident
+
 PLAN = DemoPlan()
 
 
-def anomaly(step: int, name: str, **others: Any) -> Anomaly:
-    fields: dict[str, Any] = {
-        "id": f"{step}-{name}-{others.get('rank', PLAN.rank)}", "run": "run", "attempt": 0, "rank": PLAN.rank,
-        "step": step, "micro_step": PLAN.micro_step, "pp_stage": 0, "vpp_stage": 0, "call_id": 10, "tag_name": name,
-        "kind": "activation", "statistic": "nans", "rule": "non-finite", "detector": "AnomalyNan",
-        "severity": Severity.CRITICAL, "value": 1.0, "segment": PLAN.segment,
+def as_planned(step: int, name: str, *, kind: str = "activation", **others: Any) -> Anomaly:
+    """A NaN where and when the demo plants its own, unless said."""
+    usual = {"rank": PLAN.rank, "micro_step": PLAN.micro_step, "call_id": 10, "segment": PLAN.segment}
+    return a_nan(kind, name, step, **(usual | others))
+
+
+def rooted(root: Anomaly, **others: Any) -> Incident:
+    """An open incident of the step, the severity and the detector of its root."""
+    given = {
+        "id": f"i-{root.id}", "opened_step": root.step, "last_step": root.step, "severity": root.severity,
+        "title": root.tag_name, "root": root.id, "detectors": (root.detector,),
     }  # fmt: skip
-    return Anomaly(**{**fields, **others})
+    return an_incident(**(given | others))
 
 
-def incident(root: Anomaly, **others: Any) -> Incident:
-    fields: dict[str, Any] = {
-        "id": f"i-{root.id}", "revision": 1, "run": "run", "attempt": 0, "state": "open", "opened_step": root.step,
-        "last_step": root.step, "severity": root.severity, "title": root.tag_name, "root": root.id,
-        "detectors": (root.detector,),
-    }  # fmt: skip
-    return Incident(**{**fields, **others})
-
-
-SPIKE = anomaly(
+SPIKE = as_planned(
     PLAN.batch_step, "loss", kind="scalar", statistic="value", detector="LossSpike", rule="loss-spike", rank=None,
     micro_step=None, call_id=None, segment="", value=7.6, severity=Severity.WARNING,
 )  # fmt: skip
-BORDER = anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output")
-INNER = anomaly(PLAN.nan_steps[1], PLAN.module)
+BORDER = as_planned(PLAN.nan_steps[0], PLAN.segment, border="block_output")
+INNER = as_planned(PLAN.nan_steps[1], PLAN.module)
 
 
 def outcome(anomalies: list[Anomaly], module: str = PLAN.module, early: bool = False, **counts: int) -> DemoOutcome:
-    incidents = [incident(SPIKE), incident(BORDER, module=module, segment=PLAN.segment)]
-    notified = [*incidents, *([incident(anomaly(3, "x"))] if early else [])]
+    incidents = [rooted(SPIKE), rooted(BORDER, module=module, segment=PLAN.segment)]
+    notified = [*incidents, *([rooted(as_planned(3, "x"))] if early else [])]
     return judge(PLAN, anomalies, incidents, notified, **{"num_judged": PLAN.num_steps, "num_dropped": 0, **counts})
 
 
@@ -67,11 +65,11 @@ def test_what_was_planted_and_found_satisfies_it() -> None:
         outcome([BORDER, INNER]),
         outcome([SPIKE, BORDER]),
         outcome([SPIKE, INNER]),
-        outcome([SPIKE, anomaly(PLAN.nan_steps[0], "blocks.0", segment="blocks.0", border="block_output"), INNER]),
-        outcome([SPIKE, anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output", rank=3), INNER]),
-        outcome([SPIKE, anomaly(PLAN.nan_steps[0], PLAN.segment, border="block_output", micro_step=1), INNER]),
-        outcome([SPIKE, BORDER, anomaly(PLAN.nan_steps[1], "blocks.1.mlp.fc2")]),
-        outcome([SPIKE, BORDER, anomaly(PLAN.nan_steps[1], PLAN.module, rank=0)]),
+        outcome([SPIKE, as_planned(PLAN.nan_steps[0], "blocks.0", segment="blocks.0", border="block_output"), INNER]),
+        outcome([SPIKE, as_planned(PLAN.nan_steps[0], PLAN.segment, border="block_output", rank=3), INNER]),
+        outcome([SPIKE, as_planned(PLAN.nan_steps[0], PLAN.segment, border="block_output", micro_step=1), INNER]),
+        outcome([SPIKE, BORDER, as_planned(PLAN.nan_steps[1], "blocks.1.mlp.fc2")]),
+        outcome([SPIKE, BORDER, as_planned(PLAN.nan_steps[1], PLAN.module, rank=0)]),
         outcome([SPIKE, BORDER, INNER], module=""),
         outcome([SPIKE, BORDER, INNER], early=True),
         outcome([SPIKE, BORDER, INNER], num_judged=PLAN.num_steps - 1),
@@ -82,8 +80,8 @@ def test_anything_less_does_not(found: DemoOutcome) -> None:
     assert not found.holds
 
 
-NAN = incident(BORDER, module=PLAN.module, segment=PLAN.segment)
-BATCH = incident(SPIKE, suspected="batch", skip_steps=(PLAN.batch_step,))
+NAN = rooted(BORDER, module=PLAN.module, segment=PLAN.segment)
+BATCH = rooted(SPIKE, suspected="batch", skip_steps=(PLAN.batch_step,))
 
 
 @pytest.mark.parametrize(
@@ -91,12 +89,12 @@ BATCH = incident(SPIKE, suspected="batch", skip_steps=(PLAN.batch_step,))
     [
         ("", NAN),
         ("", BATCH),
-        ("", incident(anomaly(100, "step", detector="SlowRank", kind="health"))),
-        ("", incident(anomaly(100, "x", severity=Severity.INFO))),
-        ("nothing was planted at step 250", incident(anomaly(250, "loss", kind="scalar", rank=3))),
-        ("nothing was planted at step 161", incident(anomaly(161, "grad_norm", kind="scalar"))),
-        ("names rank 3", incident(anomaly(PLAN.nan_steps[0], PLAN.segment, rank=3), segment=PLAN.segment)),
-        ("names blocks.0", incident(BORDER, segment="blocks.0")),
+        ("", rooted(as_planned(100, "step", detector="SlowRank", kind="health"))),
+        ("", rooted(as_planned(100, "x", severity=Severity.INFO))),
+        ("nothing was planted at step 250", rooted(as_planned(250, "loss", kind="scalar", rank=3))),
+        ("nothing was planted at step 161", rooted(as_planned(161, "grad_norm", kind="scalar"))),
+        ("names rank 3", rooted(as_planned(PLAN.nan_steps[0], PLAN.segment, rank=3), segment=PLAN.segment)),
+        ("names blocks.0", rooted(BORDER, segment="blocks.0")),
         ("names blocks.1.mlp.fc2", msgspec.structs.replace(NAN, module="blocks.1.mlp.fc2")),
         ("suspects hardware", msgspec.structs.replace(NAN, suspected="hardware")),
         ("suspects batch", msgspec.structs.replace(NAN, suspected="batch", skip_steps=(230,))),
@@ -105,7 +103,7 @@ BATCH = incident(SPIKE, suspected="batch", skip_steps=(PLAN.batch_step,))
     ],
 )
 def test_nothing_false_passes(words: str, false: Incident) -> None:
-    roots = [SPIKE, BORDER, INNER, anomaly(PLAN.nan_steps[0], PLAN.segment, rank=3)]
+    roots = [SPIKE, BORDER, INNER, as_planned(PLAN.nan_steps[0], PLAN.segment, rank=3)]
 
     found = falsehoods(PLAN, roots, [NAN, BATCH, false])
 

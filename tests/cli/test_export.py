@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import math
@@ -16,46 +17,18 @@ from torch import nn
 
 import sentinel
 from sentinel.cli.main import run_cli
-from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.serving import ServedRun
 from sentinel.exports.text_tables import TableText
-from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import ClosedStep
-from sentinel.ingest.steps import StepAssembler
-from sentinel.judge.packs import RulePacks
 from sentinel.messages import TensorInfo
 from sentinel.moments import Moments
 from sentinel.record import STATISTICS
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
-from sentinel.testing import Nan, SyntheticRun
+from sentinel.testing import Nan
 
-NOW = 1_800_000_000.0
+from ..support.closed_steps import closed_steps
+from ..support.serving import catch_up, judge_run, served, small_run
 
-
-def synthetic(directory: Path, **options: Any) -> SyntheticRun:
-    return SyntheticRun(directory, **{"pp": 2, "dp": 2, "tp": 2, "layers": 12, "d_model": 16, "elements": 8, **options})
-
-
-def received(run_dir: Path) -> list[ClosedStep]:
-    """The steps as a daemon hears them that is in no hurry."""
-    follower = RunFollower(run_dir)
-    assembler = StepAssembler(run_dir.name, late_after_steps=0, late_after_s=0.0)
-    views: list[ClosedStep] = []
-    while records := follower.poll(final=True):
-        assembler.take(records, 0.0)
-        views += assembler.close(0.0, follower.behind)
-    return [*views, *assembler.finish(0.0)]
-
-
-def judge(run_dir: Path) -> ServedRun:
-    run_dir.chmod(0o700)
-    packs = RulePacks([])
-    packs.load()
-    run = ServedRun(RunPaths.of(run_dir), DaemonConfig(), packs)
-    while run.turn(NOW):
-        pass
-    return run
+deep_run = functools.partial(small_run, tp=2, layers=12)
 
 
 def rows(capsys: pytest.CaptureFixture[str], run_dir: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
@@ -71,8 +44,8 @@ def refused(word: str) -> float:
 def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    synthetic(tmp_path / "run").write(3)
-    views = received(tmp_path / "run")
+    deep_run(tmp_path / "run").write(3)
+    views = closed_steps(tmp_path / "run")
     assert len(views) == 3
 
     found = rows(
@@ -92,8 +65,8 @@ def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
 
 
 def test_without_a_group_each_tensor_is_a_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run").write(2)
-    (_, view) = received(tmp_path / "run")
+    deep_run(tmp_path / "run").write(2)
+    (_, view) = closed_steps(tmp_path / "run")
 
     found = rows(capsys, tmp_path / "run", "--name", "layers.1.*", "--steps", "1", "--kind", "wgrad,param")
 
@@ -106,7 +79,7 @@ def test_without_a_group_each_tensor_is_a_series(tmp_path: Path, capsys: pytest.
 
 
 def test_csv_and_json_lines_say_the_same_with_all_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run").write(2)
+    deep_run(tmp_path / "run").write(2)
     as_json = rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
 
     assert run_cli(["export", str(tmp_path / "run"), "--aggregate", "layers.{}.*"]) == 0
@@ -138,7 +111,7 @@ def test_what_is_undefined_is_null_and_strict() -> None:
 
 
 def test_a_nan_is_counted_and_poisons_no_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", kinds=("param", "wgrad", "activation", "dgrad"))
+    run = deep_run(tmp_path / "run", kinds=("param", "wgrad", "activation", "dgrad"))
     run.plant(Nan(step=1, module="layers.2")).write(3)
 
     found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation", "--statistic", "nans,norm")
@@ -148,7 +121,7 @@ def test_a_nan_is_counted_and_poisons_no_group(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_glob_that_matches_nothing_names_what_is_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run").write(1)
+    deep_run(tmp_path / "run").write(1)
 
     for option in ("--aggregate", "--name"):
         assert run_cli(["export", str(tmp_path / "run"), option, "*", option, "layer.*.mlp"][: 4 + 2]) == 2
@@ -180,7 +153,7 @@ def test_a_glob_that_matches_nothing_names_what_is_near(tmp_path: Path, capsys: 
 def test_a_wrong_word_is_said_and_exits_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
 ) -> None:
-    synthetic(tmp_path / "run", layers=2).write(1)
+    deep_run(tmp_path / "run", layers=2).write(1)
 
     assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 2
     out, err = capsys.readouterr()
@@ -188,7 +161,7 @@ def test_a_wrong_word_is_said_and_exits_2(
 
 
 def test_the_newest_attempt_of_a_step_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", layers=2, pp=1, tp=1)
+    run = deep_run(tmp_path / "run", layers=2, pp=1, tp=1)
     run.write(6)
     run.restart(3, attempt=1)
     run.write(5)
@@ -201,7 +174,7 @@ def test_the_newest_attempt_of_a_step_wins(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_steps_are_included_at_both_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", layers=2).write(6)
+    deep_run(tmp_path / "run", layers=2).write(6)
 
     for text, expected in {"2:4": [2, 3, 4], "4:": [4, 5], ":1": [0, 1], "3": [3]}.items():
         found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--steps", text)
@@ -210,8 +183,8 @@ def test_steps_are_included_at_both_ends(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_scalars_are_series_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", layers=2).write(2)
-    views = received(tmp_path / "run")
+    deep_run(tmp_path / "run", layers=2).write(2)
+    views = closed_steps(tmp_path / "run")
 
     found = rows(capsys, tmp_path / "run", "--kind", "scalar", "--name", "lo*")
 
@@ -221,7 +194,7 @@ def test_scalars_are_series_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", layers=2).write(2)
+    deep_run(tmp_path / "run", layers=2).write(2)
     target = tmp_path / "out.jsonl"
 
     assert run_cli(["export", str(tmp_path / "run"), "--name", "nothing", "-o", str(target)]) == 2
@@ -238,11 +211,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.Ca
 
 def test_beside_a_daemon_the_steps_are_the_daemons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that was late is left out of its steps as the daemon left it out, also when its rows came in the end."""
-    run = synthetic(tmp_path / "run", layers=2, pp=1, tp=1)
+    run = deep_run(tmp_path / "run", layers=2, pp=1, tp=1)
     run.write(2)
     run.hold(1)
     run.write(4)
-    served = judge(tmp_path / "run")
+    daemon = served(tmp_path / "run")
+    catch_up(daemon)
     run.release(1)
     run.write(1)
     journal = Journal(RunPaths.of(tmp_path / "run").journal, read_only=True)
@@ -253,11 +227,11 @@ def test_beside_a_daemon_the_steps_are_the_daemons(tmp_path: Path, capsys: pytes
     beside = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
     err = run_cli(["export", str(tmp_path / "run"), "--aggregate", "*"])
     said = capsys.readouterr().err
-    while served.turn(NOW):
-        pass
-    served.close()
+    catch_up(daemon)
+    daemon.close()
     after = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
-    afresh = {view.step: view for view in received(tmp_path / "run")}
+    leisure = {"late_after_steps": 0, "late_after_s": 0.0}
+    afresh = {view.step: view for view in closed_steps(tmp_path / "run", **leisure)}
 
     assert err == 0
     assert [(one["step"], one["is_whole"]) for one in beside] == [(0, True), (1, True), (2, False), (3, False)]
@@ -271,7 +245,7 @@ def test_beside_a_daemon_the_steps_are_the_daemons(tmp_path: Path, capsys: pytes
 
 
 def test_weights_are_whole_where_a_replica_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", layers=2, pp=1, tp=1)
+    run = deep_run(tmp_path / "run", layers=2, pp=1, tp=1)
     run.write(3, skip=[1])
 
     found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "param,activation")
@@ -280,18 +254,18 @@ def test_weights_are_whole_where_a_replica_speaks(tmp_path: Path, capsys: pytest
 
 
 def test_a_run_that_nobody_judged_is_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run").write(4)
+    deep_run(tmp_path / "run").write(4)
     before = rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
 
-    judge(tmp_path / "run").close()
+    judge_run(tmp_path / "run")
 
     assert rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*") == before
     assert not (tmp_path / "run" / "anomaly_analyse.json").exists()
 
 
 def test_statistics_are_those_of_the_merged_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", per_micro_step=True).write(1)
-    (view,) = received(tmp_path / "run")
+    deep_run(tmp_path / "run", per_micro_step=True).write(1)
+    (view,) = closed_steps(tmp_path / "run")
     members = [one.index for one in view.tensors if one.kind == "activation" and one.name.startswith("layers.7.")]
     merged = Moments.empty(1)
     for at in members:
@@ -320,8 +294,8 @@ def stats_lines(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run").write(2)
-    views = received(tmp_path / "run")
+    deep_run(tmp_path / "run").write(2)
+    views = closed_steps(tmp_path / "run")
 
     arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--json"]
     assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 0
@@ -449,8 +423,8 @@ def test_what_cannot_be_merged_is_counted_always(
         return TensorInfo(**given)
 
     monkeypatch.setattr("sentinel.testing.model.TensorInfo", summands)
-    synthetic(tmp_path / "run", layers=2, pp=1).write(2)
-    (view, _) = received(tmp_path / "run")
+    deep_run(tmp_path / "run", layers=2, pp=1).write(2)
+    (view, _) = closed_steps(tmp_path / "run")
     num = sum(one.kind == "activation" for one in view.tensors)
     wanted = ["--kind", "activation,wgrad", "-o", str(tmp_path / "out"), "--json", *arguments]
 
@@ -466,7 +440,7 @@ def test_what_cannot_be_merged_is_counted_always(
 
 
 def test_megatron_stats_of_groups_count_what_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", layers=2, pp=1)
+    run = deep_run(tmp_path / "run", layers=2, pp=1)
     run.plant(Nan(step=1, module="layers.1")).write(2)
     arguments = ["--format", "megatron-stats", "-o", str(tmp_path / "out"), "--kind", "activation"]
     arguments += ["--aggregate", "layers.{}*"]
@@ -495,7 +469,7 @@ def test_megatron_stats_of_groups_count_what_is_no_number(tmp_path: Path, capsys
 def test_megatron_stats_say_what_they_need(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
 ) -> None:
-    synthetic(tmp_path / "run", layers=2).write(1)
+    deep_run(tmp_path / "run", layers=2).write(1)
 
     assert run_cli(["export", str(tmp_path / "run"), "--format", "megatron-stats", *arguments]) == 2
     assert what in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from sentinel.cli.main import run_cli
 from sentinel.messages import Vector, Vectors
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
+
+from ..support.serving import small_run
+
+staged_run = functools.partial(small_run, dp=1)
 
 
 def write(run: SyntheticRun, num_steps: int, scale: float = 1.0) -> None:
@@ -32,12 +37,8 @@ def write(run: SyntheticRun, num_steps: int, scale: float = 1.0) -> None:
                     shape=(3,), values=np.array([1, 2**53, 0], "<i8").tobytes(), edges=(-1.0, 0.0, 1e-7, 1.0),
                 ),
             )  # fmt: skip
-            run._say(run._ranks[rank], FrameType.VECTOR, encode_message(Vectors(items=items)), run.step, 0)
+            run._write_message(run._ranks[rank], FrameType.VECTOR, encode_message(Vectors(items=items)), run.step, 0)
         run.write(1)
-
-
-def synthetic(directory: Path, **options: Any) -> SyntheticRun:
-    return SyntheticRun(directory, **{"pp": 2, "layers": 4, "d_model": 16, "elements": 8, **options})
 
 
 def rows(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
@@ -47,7 +48,7 @@ def rows(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str, code: i
 
 
 def test_a_vector_has_its_canonical_name_and_all_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(synthetic(tmp_path / "run"), 2)
+    write(staged_run(tmp_path / "run"), 2)
 
     found = rows(capsys, tmp_path / "run")
 
@@ -62,7 +63,7 @@ def test_a_vector_has_its_canonical_name_and_all_values(tmp_path: Path, capsys: 
 
 
 def test_parquet_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(synthetic(tmp_path / "run"), 300)
+    write(staged_run(tmp_path / "run"), 300)
     expected = rows(capsys, tmp_path / "run")
 
     assert run_cli(["export", str(tmp_path / "run"), "--vectors", "-o", str(tmp_path / "v.parquet")]) == 0
@@ -75,7 +76,7 @@ def test_parquet_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", pp=1)
+    run = staged_run(tmp_path / "run", pp=1)
     write(run, 4)
     run.restart(2, attempt=1)
     write(run, 3, scale=2.0)
@@ -100,7 +101,7 @@ def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str) -> None:
-    write(synthetic(tmp_path / "run"), 1)
+    write(staged_run(tmp_path / "run"), 1)
 
     assert rows(capsys, tmp_path / "run", *arguments, code=2) == []
     run_cli(["export", str(tmp_path / "run"), "--vectors", *arguments])
@@ -108,10 +109,10 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_vector_that_lies_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", pp=1)
+    run = staged_run(tmp_path / "run", pp=1)
     write(run, 1)
     lie = Vector(tensor=10**6, statistic="x", axis="head", shape=(1,), values=b"\0" * 4)
-    run._say(run._ranks[0], FrameType.VECTOR, encode_message(Vectors(items=(lie,))), 1, 0)
+    run._write_message(run._ranks[0], FrameType.VECTOR, encode_message(Vectors(items=(lie,))), 1, 0)
     run.write(1)
 
     assert run_cli(["export", str(tmp_path / "run"), "--vectors"]) == 0
@@ -122,7 +123,7 @@ def test_a_vector_that_lies_is_counted(tmp_path: Path, capsys: pytest.CaptureFix
 def test_tensorboard_has_histograms_and_a_value_a_head(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(synthetic(tmp_path / "run", pp=1), 2)
+    write(staged_run(tmp_path / "run", pp=1), 2)
 
     arguments = ["--vectors", "--format", "tensorboard", "-o", str(tmp_path / "tb")]
     assert run_cli(["export", str(tmp_path / "run"), *arguments]) == 0

@@ -462,6 +462,7 @@ def test_features_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert back == {name: [header, *lines] for name, (header, lines) in tables.items()}
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_csv_comes_back_as_it_was(tmp_path: Path, data: st.DataObject) -> None:

@@ -15,20 +15,18 @@ import numpy as np
 import pytest
 
 from sentinel.cli.main import run_cli
-from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.serving import ServedRun
-from sentinel.judge.packs import RulePacks
 from sentinel.logs.log_file import read_log
 from sentinel.logs.views import log_views
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
-from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
+
+from ..support.results import result_bytes
+from ..support.serving import judge_run, loaded_packs
 
 pytestmark = pytest.mark.slow
 
 SPIKE, NUM_ROWS = 150, 200
-NOW = 1_800_000_000.0
 
 
 def losses(num_rows: int = NUM_ROWS, spikes: Sequence[int] = (SPIKE,), seed: int = 0) -> np.ndarray:
@@ -50,7 +48,7 @@ def alarms(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_an_alarm_says_file_channel_row_step_rule_severity_and_verdict(
+def test_an_alarm_says_file_channel_row_step_rule_severity_and_diagnosis(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_csv(tmp_path / "a.csv", losses())
@@ -182,7 +180,7 @@ def test_bad_usage_is_2(arguments: list[str], words: str, tmp_path: Path, capsys
     assert words in captured.err and captured.out == ""
 
 
-def test_the_table_has_the_last_verdict_of_each_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_the_last_diagnosis_of_each_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_csv(tmp_path / "a.csv", losses(), every=1)
 
     assert run_cli(["rules", "backtest", str(path), "-o", str(tmp_path / "out")]) == 1
@@ -190,7 +188,7 @@ def test_the_table_has_the_last_verdict_of_each_incident(tmp_path: Path, capsys:
     revisions = [json.loads(one) for one in (tmp_path / "out" / "a.csv" / "incidents.jsonl").read_text().splitlines()]
 
     shown = dict(zip(head.split(), line.split(), strict=True))
-    assert shown["verdict"] == revisions[-1]["verdict"] and len(revisions) > 1
+    assert shown["diagnosis"] == revisions[-1]["verdict"] and len(revisions) > 1
     assert (shown["row"], shown["rule"], shown["severity"]) == (str(SPIKE), "loss-spike", "critical")
 
 
@@ -219,21 +217,6 @@ def record(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def serve(run_dir: Path, packs: Sequence[Path]) -> None:
-    rules = RulePacks(packs)
-    rules.load()
-    run = ServedRun(RunPaths.of(run_dir), DaemonConfig(), rules)
-    while run.turn(NOW):
-        pass
-    run.finish(NOW, is_over=True, deadline=float("inf"))
-    run.close()
-
-
-def written(directory: Path) -> tuple[bytes, bytes]:
-    anomalies = b"".join(file.read_bytes() for file in sorted((directory / "anomalies").glob("*.jsonl")))
-    return anomalies, (directory / "incidents.jsonl").read_bytes()
-
-
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rules")
@@ -249,7 +232,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, pack: Path) -> Path:
     run_dir = record(tmp_path_factory.mktemp("runs") / "run")
-    serve(run_dir, [pack])
+    judge_run(run_dir, packs=loaded_packs(pack), is_over=True)
     return run_dir
 
 
@@ -257,13 +240,13 @@ def test_live_replay_and_backtest_say_the_same_byte_for_byte(recorded: Path, pac
     assert run_cli(["replay", str(recorded), "-o", str(tmp_path / "replay")]) == 0
     assert run_cli(["rules", "backtest", str(recorded), "--rules", str(pack), "-o", str(tmp_path / "out")]) == 1
 
-    live = written(recorded)
-    assert written(tmp_path / "replay") == live
-    assert written(tmp_path / "out" / "run") == live
+    live = result_bytes(recorded)
+    assert result_bytes(tmp_path / "replay") == live
+    assert result_bytes(tmp_path / "out" / "run") == live
     assert live[0].count(b'"rule":"loud-norm"') > 0 and live[0].count(b'"rule":"non-finite"') > 0
     # Another pack says another thing: what is compared is not two empty files.
     assert run_cli(["rules", "backtest", str(recorded), "-o", str(tmp_path / "other")]) == 1
-    assert written(tmp_path / "other" / "run") != live
+    assert result_bytes(tmp_path / "other" / "run") != live
 
 
 def test_a_run_that_nobody_judged_can_be_backtested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def test_an_edit_that_is_not_in_force_is_said(tmp_path, capsys, problem):
     paths = RunPaths.of(run)
     journal = Journal(paths.journal)
     state = EditState(path="/etc/monitor.yaml", edit=3, problem=problem)
-    journal.facts.remember(EDITS_FACT, json.dumps({name: getattr(state, name) for name in state.__struct_fields__}))
+    journal.values.put(EDITS_FACT, json.dumps({name: getattr(state, name) for name in state.__struct_fields__}))
     journal.close()
 
     assert run_cli(["status", str(run)]) == CLEAN

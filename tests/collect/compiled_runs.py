@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,25 @@ from torch._dynamo.utils import counters
 
 import sentinel
 
-from .conftest import ALL_KINDS, Said, TinyModel, tokens
+from ..support.nets import TinyModel, tokens
+from ..support.spools import ALL_KINDS, Said
 
 Compile = Callable[[nn.Module], Callable[..., Any]]
 Loss = Callable[[Callable[..., Any], int], torch.Tensor]
 
 FULL: dict[str, Any] = {"kinds": ALL_KINDS, "per_micro_step": True}
 BLACK_BOX: dict[str, Any] = {"per_micro_step": True}
+
+
+class Order(Enum):
+    """In which order the micro-batches of a step go forward and backward."""
+
+    ALTERNATING = "F B F B F B"
+    FORWARDS_FIRST = "F F F B B B"
+
+
+EACH_AFTER_EACH = (Order.ALTERNATING, Order.FORWARDS_FIRST, Order.FORWARDS_FIRST, Order.ALTERNATING)
+"""Four steps, compiled once: each order follows itself and the other."""
 
 
 def as_it_is(model: nn.Module) -> nn.Module:
@@ -92,7 +105,7 @@ class Run(NamedTuple):
         return self.losses == other.losses and all(torch.equal(one, two) for one, two in pairs)
 
 
-def train(
+def train_compiled(
     folder: Path | None,
     compile_it: Compile = as_it_is,
     config: dict[str, Any] = FULL,
@@ -100,11 +113,14 @@ def train(
     make: Callable[[], nn.Module] = TinyModel,
     loss: Loss = cross_entropy,
     steps: int = 2,
-    alternating: bool = True,
+    orders: Sequence[Order] = (Order.ALTERNATING,),
     before_step: Callable[[Any, int, nn.Module], None] | None = None,
     attach_last: bool = False,
 ) -> Run:
-    """Three micro-batches a step: forward and backward alternate, or all forwards come first. folder: None: not attached."""
+    """Train on three micro-batches a step.
+
+    orders: of steps 0, 1 and so on; the last one holds for all later steps too. folder: None: not attached.
+    """
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -124,11 +140,12 @@ def train(
             before_step(monitor, step, model)
         optimizer.zero_grad()
         waiting = []
+        order = orders[min(step, len(orders) - 1)]
         for micro_step in range(3):
             waiting.append(loss(call, 10 * step + micro_step))
-            if alternating:
+            if order is Order.ALTERNATING:
                 waiting[-1].backward()
-        if not alternating:
+        if order is Order.FORWARDS_FIRST:
             for one in waiting:
                 one.backward()
         optimizer.step()

@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
         return self.w2(self.act(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.n1, self.n2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
@@ -69,7 +69,7 @@ class Llama(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.emb = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.layers = nn.ModuleList([DecoderLayer() for _ in range(2)])
         self.norm, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.reentrant = recompute
 
@@ -180,7 +180,7 @@ class Half(nn.Module):
         return x[..., : WIDTH // 2]
 
 
-class Uncertain(Block):
+class Uncertain(DecoderLayer):
     """Ends with what no graph can tell the placement of."""
 
     def __init__(self) -> None:

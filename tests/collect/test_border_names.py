@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sentinel
 
-from .conftest import Block, Said
+from ..support.nets import Block
+from ..support.spools import Said
 
 MODULE_KINDS = ["activation", "activation_in", "dgrad", "dgrad_in"]
 
@@ -97,6 +99,15 @@ COMPILERS: dict[str, Any] = {
 }
 
 
+# A graph of the whole holds no reentrant checkpoint. What differs outside the blocks alone is compiled whole in long forms.
+CASES = [
+    pytest.param(how, compiler, marks=pytest.mark.long if compiler == "whole" and how in ("mapping", "shared") else ())
+    for how in MODELS
+    for compiler in COMPILERS
+    if (how, compiler) != ("checkpointed reentrant", "whole")
+]
+
+
 def blocks_of(model: Any) -> Any:
     return model.layer1 if isinstance(model, ConvNet) else model.transformer["h"]
 
@@ -108,7 +119,7 @@ def batch_of(model: nn.Module, seed: int) -> torch.Tensor:
     return torch.randint(0, 11, (4, 5), generator=generator)
 
 
-def train(folder: Path, how: str, compiler: str, config: dict[str, Any], *, switch_at: int | None = None) -> Said:
+def train_bordered(folder: Path, how: str, compiler: str, config: dict[str, Any], *, switch_at: int | None = None) -> Said:
     """Three steps of two micro-batches; one of them may measure modules too."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -131,6 +142,17 @@ def train(folder: Path, how: str, compiler: str, config: dict[str, Any], *, swit
     said = Said(folder / "run")
     assert not said.health, said.health
     return said
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what trained with the black box alone."""
+
+    @functools.cache
+    def trained(how: str, compiler: str) -> Said:
+        return train_bordered(tmp_path_factory.mktemp("alone"), how, compiler, {"per_micro_step": True})
+
+    return trained
 
 
 def borders(said: Said, step: int) -> dict[tuple[str, str, int], tuple[Any, ...]]:
@@ -163,26 +185,23 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("how", MODELS)
-def test_series_go_on_while_modules_are_measured(tmp_path: Path, how: str, compiler: str) -> None:
-    if compiler != "eager" and how == "checkpointed reentrant":
-        compiler = "blocks"  # A graph of the whole holds no reentrant checkpoint.
-    alone = train(tmp_path / "alone", how, compiler, {"per_micro_step": True})
-    switched = train(tmp_path / "switched", how, compiler, {"per_micro_step": True}, switch_at=1)
+@pytest.mark.parametrize(("how", "compiler"), CASES)
+def test_series_go_on_while_modules_are_measured(tmp_path: Path, alone: Any, how: str, compiler: str) -> None:
+    unswitched = alone(how, compiler)
+    switched = train_bordered(tmp_path, how, compiler, {"per_micro_step": True}, switch_at=1)
 
     for step in range(3):
-        expected, found = borders(alone, step), borders(switched, step)
+        expected, found = borders(unswitched, step), borders(switched, step)
         assert len(expected) >= 2 * (4 + 4)
         assert found.keys() == expected.keys(), step
         assert found == expected
-    assert len(switched.rows[1]) > len(alone.rows[1]) + 20
-    assert len(switched.rows[2]) == len(alone.rows[2])
+    assert len(switched.rows[1]) > len(unswitched.rows[1]) + 20
+    assert len(switched.rows[2]) == len(unswitched.rows[2])
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_no_tensor_stands_twice_and_its_other_names_stay_with_it(tmp_path: Path, compiler: str) -> None:
-    said = train(tmp_path, "gpt", compiler, {}, switch_at=1)
+    said = train_bordered(tmp_path, "gpt", compiler, {}, switch_at=1)
 
     stem = said.tensor("activation_in", "transformer.h.0")
     assert stem.also == ("transformer.ln_e",) and "transformer.h.0.ln" in stem.consumers
@@ -197,21 +216,17 @@ def test_no_tensor_stands_twice_and_its_other_names_stay_with_it(tmp_path: Path,
 
 
 def test_what_calls_a_module_twice_keeps_the_other_call(tmp_path: Path) -> None:
-    said = train(tmp_path, "resnet", "eager", {"per_micro_step": True}, switch_at=1)
+    said = train_bordered(tmp_path, "resnet", "eager", {"per_micro_step": True}, switch_at=1)
 
     for kind in ("activation", "dgrad"):
         assert said.names(1, kind).count("layer1.0.relu") == said.names(1, kind).count("layer1.0") == 2  # Micro-steps.
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("how", MODELS)
-def test_modules_that_were_measured_first_change_no_name_later(tmp_path: Path, how: str, compiler: str) -> None:
-    if compiler != "eager" and how == "checkpointed reentrant":
-        compiler = "blocks"
+@pytest.mark.parametrize(("how", "compiler"), CASES)
+def test_modules_that_were_measured_first_change_no_name_later(tmp_path: Path, alone: Any, how: str, compiler: str) -> None:
     config = {"kinds": ["wgrad", *MODULE_KINDS], "collect_times": 1, "per_micro_step": True}
-    alone = train(tmp_path / "alone", how, compiler, {"per_micro_step": True})
 
-    said = train(tmp_path / "first", how, compiler, config, switch_at=2)
+    said = train_bordered(tmp_path, how, compiler, config, switch_at=2)
 
     named = {step: border_names(said, step) for step in range(3)}
     if how == "shared":
@@ -225,5 +240,5 @@ def test_modules_that_were_measured_first_change_no_name_later(tmp_path: Path, h
     for step in (1, 2):
         assert named[step] == named[0]
         found = [row for key, row in borders(said, step).items() if key[:2] in named[step]]
-        assert sorted(found) == sorted(borders(alone, step).values())
+        assert sorted(found) == sorted(borders(alone(how, compiler), step).values())
     assert len(said.rows[2]) > len(said.rows[1]) + 20

@@ -20,8 +20,9 @@ from sentinel.collect.compiled import graphs as compiled
 from sentinel.collect.compiled import ops as compiled_ops
 from sentinel.record import Flag
 
-from .compiled_runs import BLACK_BOX, FULL, STYLES, assert_same_rows, cross_entropy, lines, train, whole
-from .conftest import Said, TinyModel, tokens
+from ..support.nets import TinyModel, tokens
+from ..support.spools import Said
+from .compiled_runs import BLACK_BOX, FULL, STYLES, assert_same_rows, cross_entropy, lines, train_compiled, whole
 
 pytestmark = pytest.mark.skipif(bool(compiled_ops.unavailable), reason=compiled_ops.unavailable or "-")
 
@@ -148,7 +149,7 @@ def test_another_torch_is_tried_out_before_it_is_trusted(tmp_path: Path, monkeyp
 
 
 def test_what_fails_in_an_op_is_told_and_training_goes_on(tmp_path: Path) -> None:
-    bare = train(None, whole("aot_eager"))
+    bare = train_compiled(None, whole("aot_eager"))
 
     def break_it(monitor: Any, step: int, model: nn.Module) -> None:
         observe = monitor.recorder.sites.observe
@@ -161,13 +162,13 @@ def test_what_fails_in_an_op_is_told_and_training_goes_on(tmp_path: Path) -> Non
         if step == 0:
             monitor.recorder.sites.observe = planned
 
-    watched = train(tmp_path, whole("aot_eager"), before_step=break_it)
+    watched = train_compiled(tmp_path, whole("aot_eager"), before_step=break_it)
 
     assert watched.is_same(bare)
     assert watched.said is not None
     ((code, site, message),) = {(one.code, one.site, one.message) for one in watched.said.health}
     assert (code, site) == ("hook_failed", "blocks.0.fc1")
-    assert message.startswith("blocks.0.fc1: ValueError: planned; rows of its outputs")
+    assert message.startswith(f"blocks.0.fc1: ValueError: planned ({__file__}:") and "; rows of its outputs" in message
     assert len(watched.said.of(1, "activation")) == 3 * 10
     assert any(row["flags"] & Flag.DEGRADED for _, row in watched.said.rows[1])
 
@@ -277,8 +278,8 @@ def test_data_parallel_around_or_inside_a_compiled_model(one_process: None, tmp_
             return DistributedDataParallel(torch.compile(TinyModel(), backend="aot_eager"))
         return torch.compile(DistributedDataParallel(TinyModel()), backend="aot_eager")
 
-    plain = train(tmp_path / "plain", make=lambda: DistributedDataParallel(TinyModel()))
-    watched = train(tmp_path / "watched", make=make)
+    plain = train_compiled(tmp_path / "plain", make=lambda: DistributedDataParallel(TinyModel()))
+    watched = train_compiled(tmp_path / "watched", make=make)
 
     assert_same_rows(plain.said, watched.said)
     assert plain.said is not None and len(lines(plain.said)[1]) > 100
@@ -300,8 +301,8 @@ def test_sharded_blocks_that_are_compiled_one_by_one(one_process: None, tmp_path
         fully_shard(model, mesh=mesh)
         return model
 
-    plain = train(tmp_path / "plain", make=lambda: make(False))
-    watched = train(tmp_path / "watched", make=lambda: make(True))
+    plain = train_compiled(tmp_path / "plain", make=lambda: make(False))
+    watched = train_compiled(tmp_path / "watched", make=lambda: make(True))
 
     assert_same_rows(plain.said, watched.said)
     assert watched.losses == plain.losses and watched.graphs == [1, 1]

@@ -14,7 +14,8 @@ from sentinel.collect.hooks.gradient_taps import GradientTap
 from sentinel.collect.hooks.module_tap import ModuleTap
 from sentinel.place import Place
 
-from .conftest import Said, TinyModel, loss_of
+from ..support.nets import TinyModel, loss_of
+from ..support.spools import Said
 
 KINDS = ["activation_in", "activation", "dgrad_in", "dgrad", "wgrad", "param"]
 
@@ -29,7 +30,9 @@ def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, calls: list
     monkeypatch.setattr(owner, name, counted)
 
 
-def train(monitor: Any, model: TinyModel, optimizer: torch.optim.Optimizer, steps: range, calls: list[str]) -> list[int]:
+def calls_of_steps(
+    monitor: Any, model: TinyModel, optimizer: torch.optim.Optimizer, steps: range, calls: list[str]
+) -> list[int]:
     """Return how often each step came to the counted functions."""
     found = []
     for step in steps:
@@ -53,7 +56,7 @@ def test_defect_11_steps_not_due_do_not_pay(run: Path, monkeypatch: pytest.Monke
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = sentinel.attach(model, optimizer, {"kinds": KINDS, "black_box": False, "step_interval": 4})
 
-    found = train(monitor, model, optimizer, range(9), calls)
+    found = calls_of_steps(monitor, model, optimizer, range(9), calls)
     monitor.detach()
 
     due, others = found[4], [found[step] for step in (1, 2, 3, 5, 6, 7)]
@@ -71,7 +74,7 @@ def test_names_and_places_do_not_depend_on_the_cadence(run: Path, start_step: in
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = sentinel.attach(model, optimizer, {"kinds": KINDS, "start_step": start_step, "step_interval": 3})
-    train(monitor, model, optimizer, range(8), [])
+    calls_of_steps(monitor, model, optimizer, range(8), [])
     monitor.detach()
     said = Said(run)
 
@@ -90,7 +93,7 @@ def test_staggered_steps_measure_every_site_once_a_round(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = sentinel.attach(model, optimizer, {"kinds": KINDS, "black_box": False, "stagger": 4})
-    train(monitor, model, optimizer, range(8), [])
+    calls_of_steps(monitor, model, optimizer, range(8), [])
     monitor.detach()
     said = Said(run)
     everything = {(t.kind, t.name) for rows in said.rows.values() for t, _ in rows}
@@ -117,7 +120,7 @@ def test_defect_12_ranks_that_are_not_listed_measure_nothing(
     place = Place(rank=1, world_size=2, dp_rank=1, dp_size=2)
     config = {"kinds": KINDS, "black_box": False, "ranks": listed}
     monitor = sentinel.attach(model, optimizer, config, place=place)
-    found = train(monitor, model, optimizer, range(3), calls)
+    found = calls_of_steps(monitor, model, optimizer, range(3), calls)
     monitor.detach()
     said = Said(run, rank=1)
 
@@ -135,7 +138,7 @@ def test_the_black_box_is_whole_whatever_else_is_measured(run: Path, tmp_path: P
         model = TinyModel()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         monitor = sentinel.attach(model, optimizer, {"kinds": kinds, "run": name, "directory": str(tmp_path)})
-        train(monitor, model, optimizer, range(3), [])
+        calls_of_steps(monitor, model, optimizer, range(3), [])
         monitor.detach()
         said = Said(tmp_path / name)
         return [

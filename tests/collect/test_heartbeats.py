@@ -14,7 +14,7 @@ from sentinel.collect import assembly
 from sentinel.collect.lifecycle.standstill import AFTER
 from sentinel.collect.writing.handover import Handover
 
-from .conftest import TinyModel
+from ..support.nets import TinyModel
 
 
 def test_a_beat_before_attach_has_returned_says_where_the_rank_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,21 +21,9 @@ from sentinel.collect.hooks import gradient_taps, module_hooks, root_hooks
 from sentinel.collect.hooks.gradient_taps import hang
 from sentinel.errors import ConfigError
 
-from .conftest import ALL_KINDS, Block, Said, TinyModel, loss_of, norm
-
-
-def train(model: nn.Module, num_steps: int = 3, micro_steps: int = 2, monitor: Any = None) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            loss = loss_of(model, 10 * step + micro_step)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+from ..support.nets import Block, TinyModel, loss_of, tokens
+from ..support.spools import ALL_KINDS, Said, norm
+from ..support.training import train_steps
 
 
 class Tangled(nn.Module):
@@ -164,16 +152,38 @@ def test_training_is_bit_identical(run: Path) -> None:
     torch.manual_seed(1)
     bare = TinyModel()
     watched = copy.deepcopy(bare)
-    expected = train(bare)
+    expected = train_steps(bare)
 
     monitor = sentinel.attach(watched, config={"kinds": ALL_KINDS})
-    losses = train(watched)
+    losses = train_steps(watched)
     monitor.detach()
 
     assert losses == expected
     for one, other in zip(bare.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one, other)
     assert not Said(run).health
+
+
+def test_the_default_device_is_the_trainers_own_affair(run: Path) -> None:
+    """`torch.set_default_device("cuda")` is common; what Sentinel makes for the host must be made there. Here it is meta."""
+    model, batch = TinyModel(), tokens(1)
+    kinds = [*ALL_KINDS, "grad_momentum_alignment", "update", "saturation", "channel", "weight_spectrum"]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    torch.set_default_device("meta")
+    try:
+        with sentinel.attach(model, optimizer, {"kinds": kinds}) as monitor:
+            for _ in range(4):
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                monitor.log(loss=loss)
+                optimizer.zero_grad()
+    finally:
+        torch.set_default_device(None)
+    said = Said(run)
+
+    assert not said.health
+    assert {t.kind for t, _ in said.rows[3]} >= {"param", "wgrad", "activation", "dgrad", "grad_momentum_alignment"}
 
 
 def test_detach_restores_everything(run: Path) -> None:
@@ -211,7 +221,7 @@ def test_eager_monitoring_that_is_off_has_no_hooks(run: Path) -> None:
 def test_hooks_never_raise_into_autograd(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = TinyModel()
     model = copy.deepcopy(bare)
-    expected = train(bare)
+    expected = train_steps(bare)
     monitor = sentinel.attach(model, config={"kinds": ALL_KINDS})
     measure = monitor.recorder.recording.kernel.measure
 
@@ -221,7 +231,7 @@ def test_hooks_never_raise_into_autograd(run: Path, monkeypatch: pytest.MonkeyPa
         measure(tensors, rows, *args, **kwargs)
 
     monkeypatch.setattr(type(monitor.recorder.recording.kernel), "measure", lambda self, *a, **k: broken(*a, **k))
-    losses = train(model)
+    losses = train_steps(model)
     monitor.detach()
 
     said = Said(run)
@@ -319,7 +329,7 @@ def test_recompute_counted_once(run: Path, reentrant: bool) -> None:
     config = {"kinds": ALL_KINDS, "per_micro_step": True}
     for one, name in ((plain, "plain"), (model, "recomputing")):
         monitor = sentinel.attach(one, config={**config, "run": name})
-        train(one)
+        train_steps(one)
         monitor.detach()
 
     expected, said = Said(run.parent / "plain"), Said(run.parent / "recomputing")
@@ -609,7 +619,7 @@ def test_disabled_attach_does_nothing(run: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SENTINEL_DISABLE", "1")
     model = TinyModel()
     monitor = sentinel.attach(model)
-    train(model)
+    train_steps(model)
     monitor.log(loss=1.0)
     monitor.enable(["activation"])
     monitor.detach()
@@ -623,10 +633,10 @@ def test_directory_that_others_may_write_is_taken_from_them(run: Path, caplog: p
     run.chmod(0o777)
     model = TinyModel()
     monitor = sentinel.attach(model)
-    losses = train(model)
+    losses = train_steps(model)
     monitor.detach()
 
-    assert len(losses) == 3
+    assert len(losses) == 6
     assert "others could write it" in caplog.text
     assert run.stat().st_mode & 0o777 == 0o755
     assert [end.step for end in Said(run).ends] == [0, 1, 2]
@@ -716,9 +726,9 @@ def test_attach_that_fails_leaves_the_model_as_it_was(run: Path, monkeypatch: py
 
     monkeypatch.setattr("sentinel.collect.hooks.clipping.ClipWatch.install", explode)
     monitor = sentinel.attach(model, optimizer)
-    losses = train(model)
+    losses = train_steps(model)
 
-    assert len(losses) == 3
+    assert len(losses) == 6
     assert not monitor.is_alive
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert "zero_grad" not in vars(optimizer)

@@ -18,6 +18,8 @@ from sentinel.messages import Ack
 from sentinel.monitor_config import MonitorConfig, as_reported
 from sentinel.target import Target, resolve
 
+from ..support.training import train_on_ones
+
 HANGS = r"re:((\w+\.?)+)+!"
 LONG = "a_block_of_many_letters_that_never_ends"
 
@@ -41,13 +43,6 @@ def attached(config: Any) -> tuple[nn.Module, torch.optim.Optimizer, Monitor]:
     return model, optimizer, monitor
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    for _ in range(num_steps):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("kind", [EnableMonitoring, DumpTensors, DisableMonitoring, ChangeConfig])
 def test_a_command_with_a_hostile_expression_costs_no_step_anything(run: Any, kind: Any) -> None:
     allowed = ("EnableMonitoring", "DumpTensors", "DisableMonitoring", "ChangeConfig")
@@ -56,8 +51,8 @@ def test_a_command_with_a_hostile_expression_costs_no_step_anything(run: Any, ki
     named: dict[str, Any] = {"settings": settings} if kind is ChangeConfig else {"targets": (HANGS,), "kinds": ("wgrad",)}
     begun = time.process_time()
 
-    answer = monitor.planning.orders.receive(kind(id="c", seq=1, at_step=2, **named))
-    train(model, optimizer, 4)
+    answer = monitor.planning.inbox.receive(kind(id="c", seq=1, at_step=2, **named))
+    train_on_ones(model, optimizer, 4)
 
     assert isinstance(answer, Ack)
     assert answer.state == "armed"
@@ -77,7 +72,7 @@ def test_a_command_that_cannot_be_matched_is_refused_with_a_reason(run: Any, tar
     _, _, monitor = attached(None)
 
     for kind in (EnableMonitoring, DisableMonitoring):
-        answer = monitor.planning.orders.receive(kind(id="c", seq=1, at_step=9, targets=(target,)))
+        answer = monitor.planning.inbox.receive(kind(id="c", seq=1, at_step=9, targets=(target,)))
         assert isinstance(answer, Ack)
         assert answer.state == "refused"
         assert why in answer.reason
@@ -89,7 +84,7 @@ def test_more_targets_than_can_be_looked_up_in_time_are_refused(run: Any, monkey
     targets = tuple(f"re:.*{number}.*(a|b|c)*.*{number}" for number in range(20_000))
     begun = time.monotonic()
 
-    answer = monitor.planning.orders.receive(EnableMonitoring(id="c", seq=1, at_step=9, targets=targets))
+    answer = monitor.planning.inbox.receive(EnableMonitoring(id="c", seq=1, at_step=9, targets=targets))
 
     assert isinstance(answer, Ack)
     assert answer.state == "refused"
@@ -100,7 +95,7 @@ def test_more_targets_than_can_be_looked_up_in_time_are_refused(run: Any, monkey
 
 def test_the_training_thread_only_looks_up_what_was_found(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, monitor = attached(None)
-    train(model, optimizer, 1)
+    train_on_ones(model, optimizer, 1)
     matched_on: set[str] = set()
     from sentinel import regular_expression
 
@@ -112,11 +107,11 @@ def test_the_training_thread_only_looks_up_what_was_found(run: Any, monkeypatch:
 
     monkeypatch.setattr(regular_expression.RegularExpression, "_matches", seen)
     command = EnableMonitoring(id="c", seq=1, at_step=3, targets=(r"re:.*many.*\.0",), kinds=("activation",), for_steps=3)
-    writer = threading.Thread(target=monitor.planning.orders.receive, args=(command,), name="writer")
+    writer = threading.Thread(target=monitor.planning.inbox.receive, args=(command,), name="writer")
     writer.start()
     writer.join()
 
-    train(model, optimizer, 5)
+    train_on_ones(model, optimizer, 5)
 
     assert matched_on == {"writer"}
     monitor.detach()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sentinel.collect.kernels import NativeKernel, TorchKernel, choose_kernel
 from sentinel.collect.kernels import native as native_kernel
-from sentinel.collect.kernels.pieces import CONVERTED
+from sentinel.collect.kernels.tensor_memory import CONVERTED
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments
@@ -25,14 +25,7 @@ KERNELS = {"native": NativeKernel(), "torch": TorchKernel(), "torch, unlooking":
 
 kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Threads that wait for a core that others use take longer than the work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def measure(kernel, *tensors: torch.Tensor, **options) -> Moments:

@@ -12,10 +12,13 @@ import torch
 import sentinel
 from sentinel.wire import spool
 
-from .conftest import Said, TinyModel, loss_of
+from ..support.nets import TinyModel, loss_of
+from ..support.spools import Said
 
 
-def train(run: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, config: dict[str, object] | None = None) -> Said:
+def train_while_stalled(
+    run: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, config: dict[str, object] | None = None
+) -> Said:
     """Train so many steps while the disk does not answer, then let it."""
     answers, writev = threading.Event(), os.writev
 
@@ -42,7 +45,7 @@ def train(run: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, config: di
 
 
 def test_steps_that_the_writer_is_late_for_all_arrive_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = train(run, monkeypatch, 60)
+    said = train_while_stalled(run, monkeypatch, 60)
 
     assert [end.step for end in said.ends] == list(range(60))
     assert all(end.num_dropped_rows == 0 and end.num_rows == len(said.rows[end.step]) for end in said.ends)
@@ -51,9 +54,9 @@ def test_steps_that_the_writer_is_late_for_all_arrive_whole(run: Path, monkeypat
 
 
 def test_past_the_room_the_nan_the_borders_and_every_end_are_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(run, monkeypatch, 6).ends[-1].num_rows
+    whole = train_while_stalled(run, monkeypatch, 6).ends[-1].num_rows
     # On a slow machine 300 steps are enough for `max_overhead` to lengthen intervals: then there would be room for all.
-    said = train(run, monkeypatch, 300, {"spool": {"queue_bytes": 2**20}, "max_overhead": None})
+    said = train_while_stalled(run, monkeypatch, 300, {"spool": {"queue_bytes": 2**20}, "max_overhead": None})
     # The folders of the two trainings have random names: either may be read first.
     ends = said.ends[6:] if said.ends[5].step == 5 and said.ends[6].step == 0 else said.ends[:300]
 

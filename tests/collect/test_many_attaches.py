@@ -25,6 +25,8 @@ from sentinel.monitor_config import MonitorConfig
 from sentinel.wire.frame import decode_message
 from sentinel.wire.spool_reader import SpoolReader
 
+from ..support.training import train_on_ones
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "everything": {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq"]},
@@ -32,15 +34,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+ENDS = ("out of scope", "close", "with")
+
+
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
 
 
 def rule_test(directory: Path, end: str, **config: Any) -> list[weakref.ref[Any]]:
@@ -48,12 +46,12 @@ def rule_test(directory: Path, end: str, **config: Any) -> list[weakref.ref[Any]
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     monitor = sentinel.attach(model, optimizer, {"directory": str(directory), **config})
-    train(model, optimizer)
+    train_on_ones(model, optimizer)
     if end == "close":
         monitor.close()
     elif end == "with":
         with monitor:
-            train(model, optimizer, 1)
+            train_on_ones(model, optimizer, 1)
     return [weakref.ref(one) for one in (model, optimizer, monitor, next(iter(model.parameters())))]
 
 
@@ -69,15 +67,19 @@ def settle(is_settled: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("end", ["out of scope", "close", "with"])
-def test_two_hundred_attaches_leave_nothing(tmp_path: Path, end: str, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("end", "config", "num_trials"),
+    [
+        *(pytest.param(end, config, 20, id=f"{end}, {name}") for end in ENDS for name, config in CONFIGS.items()),
+        pytest.param("out of scope", {}, 200, id="two hundred", marks=pytest.mark.long),
+    ],
+)
+def test_many_attaches_leave_nothing(tmp_path: Path, end: str, config: dict[str, Any], num_trials: int) -> None:
     before = threading.active_count()
     rule_test(tmp_path, end, **config)  # what is loaded once
     settle(lambda: threading.active_count() <= before)
     threads, files = threading.active_count(), num_files()
 
-    num_trials = 200 if end == "out of scope" and not config else 20
     left = [one for _ in range(num_trials) for one in rule_test(tmp_path, end, **config)]
     settle(lambda: threading.active_count() <= threads)
     gc.collect()
@@ -105,7 +107,7 @@ def test_a_model_that_nobody_holds_the_monitor_of_is_watched_as_long_as_it_lives
     sentinel.attach(model, optimizer, {"directory": str(tmp_path), **CONFIGS["parameters alone"]})
     gc.collect()
 
-    train(model, optimizer, 4)
+    train_on_ones(model, optimizer, 4)
     del model, optimizer
     gc.collect()
     settle(lambda: not any(one.name == "sentinel-writer" for one in threading.enumerate()))
@@ -119,10 +121,10 @@ def test_attaching_the_same_model_again_replaces(tmp_path: Path, caplog: pytest.
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     first = sentinel.attach(model, optimizer, {"directory": str(tmp_path)})
-    train(model, optimizer)
+    train_on_ones(model, optimizer)
 
     second = sentinel.attach(model, optimizer, {"directory": str(tmp_path)})
-    train(model, optimizer, 5)
+    train_on_ones(model, optimizer, 5)
 
     assert (first.is_alive, second.is_alive) == (False, True)
     assert (first.recorder.ended_steps, second.run != first.run) == (3, True)
@@ -203,7 +205,7 @@ def test_a_rank_that_attached_before_there_was_a_group_says_how_to_be_one_run(
     optimizer = torch.optim.AdamW(model.parameters())
 
     with sentinel.attach(model, optimizer, {"directory": str(tmp_path)}):
-        train(model, optimizer)
+        train_on_ones(model, optimizer)
 
     assert caplog.text.count("rank 1 of 8 attached before init_process_group") == 1
     assert "SENTINEL_RUN" in caplog.text
@@ -223,7 +225,7 @@ def test_ranks_of_one_launch_are_one_run_without_a_group(
         model = net()
         optimizer = torch.optim.AdamW(model.parameters())
         with sentinel.attach(model, optimizer, {"directory": str(tmp_path)}) as monitor:
-            train(model, optimizer)
+            train_on_ones(model, optimizer)
         runs.add((monitor.run, monitor.session.attempt.attempt if named == "parent" else 0))
 
     assert len(runs) == 1

@@ -13,7 +13,8 @@ from torch import nn
 
 import sentinel
 
-from .conftest import Said, TinyModel, loss_of, norm
+from ..support.nets import TinyModel, loss_of
+from ..support.spools import Said, norm
 from .wrapped_optimizers import SAM, Accumulating, Deriving, Evaluating, HandSAM, Lookahead, Minimizer, Modes
 
 STEPS = 6
@@ -247,7 +248,7 @@ STORIES: dict[str, tuple[Any, int | None]] = {
 }
 
 
-def train(story: Any, watches: bool, config: Any = None) -> tuple[Reported, list[torch.Tensor]]:
+def played(story: Any, watches: bool, config: Any = None) -> tuple[Reported, list[torch.Tensor]]:
     torch.manual_seed(0)
     model, reported = TinyModel(), Reported()
     monitors = []
@@ -265,9 +266,9 @@ def train(story: Any, watches: bool, config: Any = None) -> tuple[Reported, list
 @pytest.mark.parametrize("name", STORIES)
 def test_steps_and_gradients_are_the_trainers_own_and_training_is_bit_identical(run: Path, name: str) -> None:
     story, num_evaluations = STORIES[name]
-    expected, weights = train(story, watches=False)
+    expected, weights = played(story, watches=False)
 
-    reported, watched_weights = train(story, watches=True, config={"kinds": ["param", "wgrad", "update", "activation"]})
+    reported, watched_weights = played(story, watches=True, config={"kinds": ["param", "wgrad", "update", "activation"]})
 
     said = Said(run)
     assert [end.step for end in said.ends] == list(range(STEPS))
@@ -286,7 +287,7 @@ def test_steps_and_gradients_are_the_trainers_own_and_training_is_bit_identical(
 def test_what_the_optimizer_added_is_measured_in_every_step(run: Path, name: str) -> None:
     story, _ = STORIES[name]
 
-    train(story, watches=True, config={"kinds": ["param", "update"]})
+    played(story, watches=True, config={"kinds": ["param", "update"]})
 
     said = Said(run)
     for step in range(0 if name != "phases, nothing given" else 1, STEPS):
@@ -296,7 +297,7 @@ def test_what_the_optimizer_added_is_measured_in_every_step(run: Path, name: str
 def test_an_update_that_no_optimizer_announced_is_told_once_and_measured_from_then_on(run: Path) -> None:
     story, _ = STORIES["SAM that writes by itself"]
 
-    train(story, watches=True, config={"kinds": ["param", "update"]})
+    played(story, watches=True, config={"kinds": ["param", "update"]})
 
     said = Said(run)
     assert [one.code for one in said.health if one.count == 1] == ["unsupported"]

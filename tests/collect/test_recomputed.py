@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sentinel
 
-from .conftest import Said, loss_of, norm
+from ..support.nets import loss_of
+from ..support.spools import Said, norm
 
 
 class Attend(nn.Module):

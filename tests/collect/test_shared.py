@@ -10,7 +10,7 @@ from torch import nn
 
 import sentinel
 
-from .conftest import ALL_KINDS, Said, norm
+from ..support.spools import ALL_KINDS, Said, norm
 
 
 class Twice(nn.Module):

@@ -8,7 +8,8 @@ import torch
 
 import sentinel
 
-from .conftest import Said, TinyModel, loss_of
+from ..support.nets import TinyModel, loss_of
+from ..support.spools import Said
 
 
 def test_a_heartbeat_says_where_the_rank_stands(run: Path) -> None:

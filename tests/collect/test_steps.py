@@ -11,7 +11,8 @@ from torch import nn
 
 import sentinel
 
-from .conftest import Said, TinyModel, loss_of, norm
+from ..support.nets import TinyModel, loss_of
+from ..support.spools import Said, norm
 
 
 def test_step_number_is_the_trainers(run: Path) -> None:

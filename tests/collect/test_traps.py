@@ -28,7 +28,8 @@ from sentinel.collect.hooks.seen_tensors import SeenTensors
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.step import Boundary
 
-from .conftest import ALL_KINDS, Said, TinyModel, loss_of, norm, tokens
+from ..support.nets import TinyModel, loss_of, tokens
+from ..support.spools import ALL_KINDS, Said, norm
 
 Scenario = Callable[[Path], Any]
 Guard = Callable[[pytest.MonkeyPatch], None]

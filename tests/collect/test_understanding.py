@@ -14,7 +14,8 @@ from torch import nn
 import sentinel
 from sentinel.messages import LOSS_NAMES
 
-from .conftest import Said, TinyModel, loss_of
+from ..support.nets import TinyModel, loss_of
+from ..support.spools import Said
 from .parallel.test_several_models import Critic, Generator, adams
 
 NO_LOSS = "no loss was logged"
@@ -24,7 +25,9 @@ def messages(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [one.getMessage() for one in caplog.records if words in one.getMessage()]
 
 
-def train(num_steps: int, *, logs: Any = None, skips: Any = None, explicit: bool = False, scaler: Any = None) -> None:
+def train_and_log(
+    num_steps: int, *, logs: Any = None, skips: Any = None, explicit: bool = False, scaler: Any = None
+) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = sentinel.attach(model, optimizer)
@@ -63,7 +66,7 @@ def test_the_names_of_a_loss_are_those_that_the_default_rules_look_for() -> None
 def test_no_loss_with_the_first_step_is_said_once(
     run: Path, caplog: pytest.LogCaptureFixture, logs: Any, is_reported: bool
 ) -> None:
-    train(6, logs=logs)
+    train_and_log(6, logs=logs)
 
     reported = messages(caplog, NO_LOSS)
     assert len(reported) == is_reported
@@ -74,14 +77,14 @@ def test_no_loss_with_the_first_step_is_said_once(
 
 
 def test_a_loss_logged_behind_monitor_step_is_not_missed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(4, logs=lambda step, loss: {"loss": loss}, explicit=True)
+    train_and_log(4, logs=lambda step, loss: {"loss": loss}, explicit=True)
 
     assert not messages(caplog, NO_LOSS)
 
 
 @pytest.mark.parametrize("skips", [lambda step: step % 2 == 0, lambda step: True], ids=["every second", "all"])
 def test_a_run_whose_steps_look_skipped_is_told_the_remedy_once(run: Path, skips: Any) -> None:
-    train(40, skips=skips)
+    train_and_log(40, skips=skips)
 
     reported = [one for one in Said(run).health if one.code == "steps_look_skipped"]
     assert [one.count for one in reported] == [1]
@@ -90,19 +93,19 @@ def test_a_run_whose_steps_look_skipped_is_told_the_remedy_once(run: Path, skips
 
 @pytest.mark.parametrize("skips", [lambda step: step in (3, 4, 20), lambda step: step % 5 == 0], ids=["some", "a fifth"])
 def test_steps_that_a_trainer_skips_now_and_then_are_its_own(run: Path, skips: Any) -> None:
-    train(40, skips=skips)
+    train_and_log(40, skips=skips)
 
     assert not Said(run).health
 
 
 def test_a_search_for_the_loss_scale_is_no_misunderstanding(run: Path) -> None:
-    train(50, skips=lambda step: step < 20, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    train_and_log(50, skips=lambda step: step < 20, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
 
     assert not Said(run).health
 
 
 def test_a_trainer_that_says_its_steps_is_believed(run: Path) -> None:
-    train(40, skips=lambda step: step % 2 == 0, explicit=True)
+    train_and_log(40, skips=lambda step: step % 2 == 0, explicit=True)
 
     assert not Said(run).health
 

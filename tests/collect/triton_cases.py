@@ -1,11 +1,14 @@
-"""The GPU's kernel under Triton's interpreter, against float64. Run by test_triton_kernel.py with TRITON_INTERPRET=1.
+"""The GPU's kernel against float64: under Triton's interpreter, and on a GPU.
 
-Tensors are small: the interpreter takes milliseconds for what a GPU does in one.
+test_triton_kernel.py runs them with TRITON_INTERPRET=1; benchmarks/gpu/correctness.py on the device that
+TRITON_CASES_DEVICE names, where every case is measured twice and must give the same bits. Tensors are small: the
+interpreter takes milliseconds for what a GPU does in one.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from sentinel.collect.kernels import NativeKernel, TorchKernel
 from sentinel.collect.kernels import triton_moments as device_code
-from sentinel.collect.kernels.triton_kernel import CaptureSwitch, TritonKernel, tiles_of
+from sentinel.collect.kernels.triton_kernel import CaptureSwitch, Tables, TritonKernel, tiles_of
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 from sentinel.moments import Moments
@@ -23,14 +26,37 @@ from sentinel.record import STATISTICS, Flag, Kind
 from tests.collect.accelerator import device_rows
 from tests.collect.test_kernels import checksum_of, strided_tensors
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_kernel.py"
+DEVICE = os.environ.get("TRITON_CASES_DEVICE", "cpu")
+HERE = torch.device(DEVICE) if DEVICE == "cpu" else torch.device(DEVICE, 0)
+assert DEVICE != "cpu" or os.environ.get("TRITON_INTERPRET") == "1", "run through test_triton_kernel.py"
 
 # The interpreter computes with numpy, which tells of every NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 EVERY_FLOAT = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-FLOATS = EVERY_FLOAT if os.environ.get("TRITON_CASES") == "all" else EVERY_FLOAT[:2]
+FLOATS = EVERY_FLOAT if os.environ.get("TRITON_CASES") == "all" else [torch.float32]
 COUNTS = ("count", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "min", "max")
+
+
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="looks into the interpreter, or at the host alone")
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor where kernels run: itself, or a copy of the same layout."""
+    return tensor if tensor.device.type == DEVICE else copied(tensor, DEVICE)
+
+
+def copied(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a copy that shares nothing with `tensor` and lies in its storage as that does in its own."""
+    storage = tensor.detach().untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage).clone().to(device)
+    view = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    view = torch._neg_view(view) if tensor.is_neg() else view
+    return torch.nn.Parameter(view) if isinstance(tensor, torch.nn.Parameter) else view
+
+
+def ones(number: int) -> torch.Tensor:
+    return torch.ones(number, device=DEVICE)
 
 
 def kernel_of(**options) -> TritonKernel:
@@ -39,6 +65,13 @@ def kernel_of(**options) -> TritonKernel:
 
 def measure(*tensors: torch.Tensor, kernel: TritonKernel | None = None, **options) -> Moments:
     kernel = kernel or kernel_of()
+    here = [on_device(tensor) for tensor in tensors]
+    found = [measured_once(here, kernel, options) for _ in range(1 if DEVICE == "cpu" else 2)]
+    assert len({stats.stats.tobytes() for stats in found}) == 1, "the same memory gave other bits"
+    return found[0]
+
+
+def measured_once(tensors: list[torch.Tensor], kernel: TritonKernel, options: dict[str, Any]) -> Moments:
     rows = begun(len(tensors))
     kernel.measure(tensors, rows, 0, **options)
     assert kernel.name == "triton", "it fell back"
@@ -48,7 +81,8 @@ def measure(*tensors: torch.Tensor, kernel: TritonKernel | None = None, **option
 
 
 def begun(number: int, capacity: int = 0) -> StepRows:
-    rows = device_rows(max(number, capacity, 1))
+    most = max(number, capacity, 1)
+    rows = device_rows(most) if DEVICE == "cpu" else StepRows(most)
     for at in range(number):
         rows.add(at, Kind.PARAM, 0, -1, at, at)
     return rows
@@ -58,7 +92,7 @@ def assert_measures(*tensors: torch.Tensor, rel: float = 1e-5, zero_eps: float =
     """Every statistic of every tensor is that of its elements in float64, two passes."""
     found = measure(*tensors, zero_eps=zero_eps, checksum=checksum)
     for row, tensor in enumerate(tensors):
-        expected = Moments.of(tensor.detach().double().numpy(), zero_eps)
+        expected = Moments.of(tensor.detach().double().cpu().numpy(), zero_eps)
         std = float(np.nan_to_num(expected.std()[0]))
         for name in COUNTS:
             assert found.stats[name][row] == expected.stats[name][0], name
@@ -67,7 +101,7 @@ def assert_measures(*tensors: torch.Tensor, rel: float = 1e-5, zero_eps: float =
             value = found.statistic(name)[row]
             assert value == pytest.approx(expected.statistic(name)[0], rel=rel, abs=slack, nan_ok=True), name
         if checksum and tensor.dtype in EVERY_FLOAT:
-            assert found.stats["checksum"][row] == checksum_of(tensor)
+            assert found.stats["checksum"][row] == checksum_of(tensor.cpu())
 
 
 def drawn(seed: int, size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -167,6 +201,7 @@ def test_nothing_finite_in_a_whole_part():
     assert_measures(x)
 
 
+@interpreted
 def test_clean_tiles_are_not_counted(monkeypatch):
     """The branch that counts is taken for tiles that hold something else than numbers, or not all of the tensor."""
     calls = []
@@ -215,6 +250,18 @@ def test_zero_eps(zero_eps):
 
 
 @pytest.mark.parametrize("tensor", strided_tensors().values(), ids=strided_tensors().keys())
+def test_a_copy_lies_as_its_original_does(tensor):
+    copy = copied(tensor, "cpu")
+
+    assert torch.equal(copy, tensor)
+    assert (copy.stride(), copy.storage_offset()) == (tensor.stride(), tensor.storage_offset())
+    assert copy.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+    assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    imaginary = torch.view_as_complex(torch.randn(50, 2)).conj().imag
+    assert copied(imaginary, "cpu").is_neg() and torch.equal(copied(imaginary, "cpu"), imaginary)
+
+
+@pytest.mark.parametrize("tensor", strided_tensors().values(), ids=strided_tensors().keys())
 def test_any_layout(tensor):
     tensor = tensor[:12, :16, :20] if tensor.dim() == 3 else tensor
     assert_measures(tensor)
@@ -254,9 +301,10 @@ def test_lazy_negation_and_parameters():
 def test_what_cannot_be_measured_says_so_and_harms_no_other(tensor):
     rows = begun(3)
     kernel = kernel_of()
+    tensor = tensor if tensor.is_meta else tensor.to(DEVICE)
 
     with pytest.raises(SentinelError, match=str(tensor.dtype)):
-        kernel.measure([torch.ones(2), tensor, torch.ones(3)], rows, 0)
+        kernel.measure([ones(2), tensor, ones(3)], rows, 0)
     with pytest.raises(SentinelError, match=str(tensor.dtype)):
         kernel.measure([tensor], rows, 1)
     rows.begin_copy()
@@ -266,7 +314,7 @@ def test_what_cannot_be_measured_says_so_and_harms_no_other(tensor):
 
 
 def test_freed_memory_is_not_read():
-    flat = torch.randn(1000)
+    flat = on_device(torch.randn(1000))
     view = flat[100:150]
     flat.untyped_storage().resize_(0)
 
@@ -277,7 +325,7 @@ def test_freed_memory_is_not_read():
 
 
 def test_measuring_leaves_no_trace():
-    weight = torch.nn.Parameter(torch.randn(50, 60))
+    weight = torch.nn.Parameter(on_device(torch.randn(50, 60)))
     inner = (weight * 2).t()[::3]
     rng_state, versions = torch.get_rng_state(), (weight._version, inner._version)
 
@@ -320,6 +368,7 @@ def test_one_and_many_agree_with_the_other_kernels():
                 np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, err_msg=name)
 
 
+@interpreted
 def test_the_order_in_which_parts_arrive_does_not_matter(monkeypatch):
     """Programs are free to run in any order; the words come out the same to the last bit."""
     from triton.runtime import interpreter
@@ -347,7 +396,7 @@ def test_tables_are_sent_again_only_when_something_changed(monkeypatch):
     real = triton_kernel._sent
     monkeypatch.setattr(triton_kernel, "_sent", lambda tensor, device: sent.append(tensor.numel()) or real(tensor, device))
     kernel = kernel_of()
-    tensors = [torch.full((100,), float(at)) for at in range(3)]
+    tensors = [on_device(torch.full((100,), float(at))) for at in range(3)]
 
     assert measure(*tensors, kernel=kernel).mean().tolist() == [0, 1, 2]
     first = len(sent)
@@ -362,11 +411,11 @@ def test_tables_are_sent_again_only_when_something_changed(monkeypatch):
 def test_rows_on_both_sides_of_growth():
     rows = begun(2)
     kernel = kernel_of()
-    kernel.measure([torch.ones(3), torch.ones(4)], rows, 0)
+    kernel.measure([ones(3), ones(4)], rows, 0)
     rows.grow(6)
     for at in range(2):
         rows.add(at, Kind.PARAM, 0, -1, at, at)
-    kernel.measure([torch.ones(5), torch.ones(6), torch.ones(7)], rows, 1)
+    kernel.measure([ones(5), ones(6), ones(7)], rows, 1)
     assert rows.snapshot()["count"].tolist() == [3, 5, 6, 7]
     rows.begin_copy()
 
@@ -378,30 +427,32 @@ def test_counters_are_zero_again():
     rows = begun(3)
     kernel = kernel_of()
     for _ in range(2):
-        kernel.measure([torch.ones(9000)], rows, 0)
-        kernel.measure([torch.ones(9000), torch.ones(9000)], rows, 1)
+        kernel.measure([ones(9000)], rows, 0)
+        kernel.measure([ones(9000), ones(9000)], rows, 1)
     rows.begin_copy()
 
     assert rows.finish() == 0
     assert rows.array["count"].tolist() == [9000, 9000, 9000]
-    assert not rows.on(torch.device("cpu"))._kept[1].any()
+    assert not rows.on(HERE)._kept[1].any()
 
 
 def test_a_gate_opens_and_closes_captured_launches():
     kernel = kernel_of()
-    gate = CaptureSwitch(torch.device("cpu"))
-    x = torch.ones(20_000)
+    gate = CaptureSwitch(HERE)
+    x = ones(20_000)
     first, second = begun(2), begun(3)
 
     kernel.capture(x, gate, 1)  # closed: as captured, nothing is measured
     assert first.finish() == 0
     for rows in (first, second):
-        gate.open(rows.on(torch.device("cpu")), [1])
+        gate.open(rows.on(HERE), [1])
         x += 1
         kernel.capture(x, gate, 1)  # what a replay does
     gate.close()
     x += 1
     kernel.capture(x, gate, 1)
+    for rows in (first, second):
+        rows.begin_copy()
 
     assert [rows.finish() for rows in (first, second)] == [0, 0]
     assert [rows.array["mean"][1] for rows in (first, second)] == [2.0, 3.0]
@@ -419,6 +470,24 @@ def test_parts_cover_every_tensor():
         assert tiles_of(tile * 100, code) <= 101
 
 
+def test_what_is_sent_to_the_device_is_made_on_the_host_whatever_the_default_device():
+    gate, rows, kernel = CaptureSwitch(HERE), begun(1), kernel_of()
+    stats = rows.on(HERE)
+    torch.set_default_device("meta")
+    try:
+        gate.open(stats, [0])
+        tables = Tables((5000, 3), (0, 1), "fp32", HERE)
+        limit = kernel._limit(0.1, "fp32")
+        tables.addresses((5, 7))
+    finally:
+        torch.set_default_device(None)
+
+    assert tables.shapes[:2].tolist() == [5000, 1]
+    assert tables._addresses.tolist() == [5, 7]
+    assert limit == kernel_of()._limit(0.1, "fp32")
+
+
+@interpreted
 def test_triton_that_cannot_compile_is_replaced(monkeypatch, caplog):
     def broken(*args, **kwargs):
         raise RuntimeError("ptxas is not here")
@@ -427,8 +496,8 @@ def test_triton_that_cannot_compile_is_replaced(monkeypatch, caplog):
     kernel = kernel_of()
     rows = begun(1)
 
-    kernel.measure([torch.ones(5)], rows, 0)
-    kernel.measure([torch.ones(5)], rows, 0)
+    kernel.measure([ones(5)], rows, 0)
+    kernel.measure([ones(5)], rows, 0)
 
     assert rows.array["count"][0] == 5
     assert kernel.name == "torch (cuda), triton failed"
@@ -440,9 +509,9 @@ def test_the_short_way_of_a_tensor_like_one_before(monkeypatch):
     kernel = kernel_of()
     slow = []
     real = TritonKernel._measure_slowly
-    monkeypatch.setattr(TritonKernel, "_measure_slowly", lambda self, *args: slow.append(1) or real(self, *args))
+    monkeypatch.setattr(TritonKernel, "_measure_slowly", lambda self, *args: slow.append(args[0]) or real(self, *args))
     base = drawn(40, 2 * 9000).float()
-    flat = torch.randn(9100)
+    flat = on_device(torch.randn(9100))
     tensors = {
         "first": base[:9000], "like it": base[9000:] * 2, "of another shape": (base[:9000] + 1).view(90, 100),
         "beginning elsewhere": base[3:9003], "strided": base[::2], "transposed": base[:9000].view(90, 100).t(),
@@ -450,11 +519,11 @@ def test_the_short_way_of_a_tensor_like_one_before(monkeypatch):
     }  # fmt: skip
 
     for tensor in tensors.values():
-        found, expected = measure(tensor, kernel=kernel, checksum=True), Moments.of(tensor.double().numpy())
+        found, expected = measure(tensor, kernel=kernel, checksum=True), Moments.of(tensor.double().cpu().numpy())
         assert found.std() == pytest.approx(expected.std(), rel=1e-5)
         assert found.mean() == pytest.approx(expected.mean(), abs=1e-5)
-        assert found.stats["checksum"] == checksum_of(tensor)
-    assert len(slow) == 4  # the first, and those that do not lie open
+        assert found.stats["checksum"] == checksum_of(tensor.cpu())
+    assert len({id(tensor) for tensor in slow}) == 4  # the first, and those that do not lie open
     view = flat[100:]
     flat.untyped_storage().resize_(0)
     with pytest.raises(SentinelError, match="freed"):
@@ -468,12 +537,12 @@ def test_a_capture_is_left_alone():
     kernel.is_capturing = lambda: True
 
     with pytest.raises(SentinelError, match="capture"):
-        kernel.measure([torch.ones(5)], rows, 0)
+        kernel.measure([ones(5)], rows, 0)
 
     assert rows.is_on_host
     kernel.is_capturing = lambda: False
-    kernel.measure([torch.ones(5)], rows, 0)
+    kernel.measure([ones(5)], rows, 0)
     assert not rows.is_on_host
     kernel.is_capturing = lambda: True
     with pytest.raises(SentinelError, match="capture"):
-        kernel.measure([torch.ones(5)], rows, 0)  # by the short way
+        kernel.measure([ones(5)], rows, 0)  # by the short way

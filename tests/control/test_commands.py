@@ -344,8 +344,8 @@ def test_every_change_is_audited(tmp_path):
     run_commands.tick({3: 9}, 9.0)
 
     assert [entry[:3] for entry in entries] == [
-        (5.0, "policy", "command.issued"), (7.0, "desk", "command.armed"), (8.0, "rank 3", "ack"),
-        (9.0, "desk", "command.partial"), (9.0, "desk", "command.ended"),
+        (5.0, "policy", "command.issued"), (7.0, "commands", "command.armed"), (8.0, "rank 3", "ack"),
+        (9.0, "commands", "command.partial"), (9.0, "commands", "command.ended"),
     ]  # fmt: skip
     assert entries[1][3]["answers"] == {"armed": 1}
     json.dumps([entry[3] for entry in entries], allow_nan=False)

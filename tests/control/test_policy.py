@@ -1,12 +1,14 @@
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity
+from sentinel.anomaly import Severity
 from sentinel.control.commands import RunCommands
 from sentinel.control.policy import DUMP, ControlConfig, Escalator, Proposal, blast_radius, first_step, propose
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.place import Place
+
+from ..support.anomalies import a_nan
 
 ACTIONS = {"loss-spike": ("notify", "escalate"), "nan": ("escalate",), "norm": ("notify",)}
 
@@ -23,20 +25,17 @@ def places(pp_size, dp_size, vpp_size=1, schedule="1f1b"):
     }  # fmt: skip
 
 
-def an_anomaly(**changes):
-    one = Anomaly(
-        id="a1", run="r", attempt=0, rank=2, step=40, micro_step=1, pp_stage=1, vpp_stage=0, call_id=7, pp_size=4,
-        tag_name="blocks.3", kind="activation", statistic="nans", rule="nan", detector="AnomalyNan",
-        severity=Severity.CRITICAL, value=1.0, segment="blocks.3",
-    )  # fmt: skip
-    return msgspec.structs.replace(one, **changes)
+def on_stage_1(kind="activation", name="blocks.3", **changes):
+    """A NaN of stage 1 of 4, unless said."""
+    usual = {"id": "a1", "rank": 2, "micro_step": 1, "pp_stage": 1, "pp_size": 4, "call_id": 7, "segment": "blocks.3"}
+    return a_nan(kind, name, 40, **(usual | changes))
 
 
-LOSS = an_anomaly(id="a2", kind="scalar", tag_name="loss", rule="loss-spike", rank=None, pp_stage=0, segment="")
+LOSS = on_stage_1("scalar", "loss", id="a2", rule="loss-spike", rank=None, pp_stage=0, segment="")
 
 
 def test_the_blast_radius_is_the_suspected_stage_on_all_its_replicas():
-    proposal = propose([an_anomaly(), LOSS], ACTIONS, places(4, 2))
+    proposal = propose([on_stage_1(), LOSS], ACTIONS, places(4, 2))
 
     assert proposal.ranks == (2, 3)
     assert proposal.targets == ()
@@ -47,10 +46,10 @@ def test_the_blast_radius_is_the_suspected_stage_on_all_its_replicas():
 @pytest.mark.parametrize(
     ("suspect", "expected"),
     [
-        (an_anomaly(segment=""), (0, 1, 2, 3, 4, 5)),
-        (an_anomaly(pp_stage=3), (6, 7)),
-        (an_anomaly(pp_stage=3, segment=""), (4, 5, 6, 7)),
-        (an_anomaly(pp_stage=0), (0, 1)),
+        (on_stage_1(segment=""), (0, 1, 2, 3, 4, 5)),
+        (on_stage_1(pp_stage=3), (6, 7)),
+        (on_stage_1(pp_stage=3, segment=""), (4, 5, 6, 7)),
+        (on_stage_1(pp_stage=0), (0, 1)),
     ],
 )
 def test_without_a_segment_the_neighbours_are_suspected_too(suspect, expected):
@@ -61,8 +60,8 @@ def test_neighbours_are_neighbours_in_depth_where_the_pipeline_folds():
     v_shaped = places(2, 1, vpp_size=2, schedule="zbv")
 
     # Depths run 0, 1 up and 2, 3 back down: rank 1 holds depths 1 and 2, rank 0 holds 0 and 3.
-    assert blast_radius([an_anomaly(pp_size=2, pp_stage=1, vpp_stage=0)], v_shaped) == (1,)
-    assert blast_radius([an_anomaly(pp_size=2, pp_stage=0, vpp_stage=1)], v_shaped) == (0,)
+    assert blast_radius([on_stage_1(pp_size=2, pp_stage=1, vpp_stage=0)], v_shaped) == (1,)
+    assert blast_radius([on_stage_1(pp_size=2, pp_stage=0, vpp_stage=1)], v_shaped) == (0,)
 
 
 def test_a_bad_loss_alone_suspects_everything():
@@ -70,16 +69,16 @@ def test_a_bad_loss_alone_suspects_everything():
 
 
 def test_all_ranks_are_said_as_none():
-    assert blast_radius([an_anomaly(pp_size=1, pp_stage=0)], places(1, 4)) == ()
+    assert blast_radius([on_stage_1(pp_size=1, pp_stage=0)], places(1, 4)) == ()
 
 
 def test_first_causes_decide_whom_to_suspect():
-    first, victim = an_anomaly(), an_anomaly(id="a9", pp_stage=3, rule="norm")
+    first, victim = on_stage_1(), on_stage_1(id="a9", pp_stage=3, rule="norm")
 
     assert propose([victim, first, LOSS], ACTIONS, places(4, 2), first_causes={"a1"}).ranks == (2, 3)
 
 
-@pytest.mark.parametrize("quiet", [an_anomaly(rule="norm"), an_anomaly(event="end"), an_anomaly(rule="unknown")])
+@pytest.mark.parametrize("quiet", [on_stage_1(rule="norm"), on_stage_1(event="end"), on_stage_1(rule="unknown")])
 def test_only_onsets_of_rules_that_ask_escalate(quiet):
     assert propose([quiet], ACTIONS, places(4, 2)) is None
     assert propose([], ACTIONS, places(4, 2)) is None
@@ -236,15 +235,15 @@ def test_nonsense_is_refused_by_its_path(change, message):
 
 
 def test_lone_excursion_that_is_only_info_does_not_escalate():
-    quiet = an_anomaly(severity=Severity.INFO)
+    quiet = on_stage_1(severity=Severity.INFO)
 
-    assert propose([an_anomaly()], ACTIONS, places(4, 2)) is not None
+    assert propose([on_stage_1()], ACTIONS, places(4, 2)) is not None
     assert propose([quiet], ACTIONS, places(4, 2)) is None
 
 
 def a_dump(number=1, **changes):
     actions = {"nan": ("dump",)}
-    made = propose([an_anomaly(**changes)], actions, places(4, 2), action=DUMP)
+    made = propose([on_stage_1(**changes)], actions, places(4, 2), action=DUMP)
     return msgspec.structs.replace(made, key=f"{made.key}:{number}")
 
 
@@ -254,7 +253,7 @@ def test_a_rule_may_ask_for_raw_tensors_of_the_suspected_stage(tmp_path):
 
     command = bench.escalator.consider(proposal, newest_step=40, step_time_s=0.1, now=bench.now)
 
-    assert propose([an_anomaly()], {"nan": ("dump",)}, places(4, 2)) is None  # It asks for nothing else.
+    assert propose([on_stage_1()], {"nan": ("dump",)}, places(4, 2)) is None  # It asks for nothing else.
     assert Proposal.read(proposal.body) == proposal
     assert (command.kinds, command.first_n, command.for_steps, command.ranks) == (("wgrad",), 8, 2, (2, 3))
     assert command.at_step == 43

@@ -9,14 +9,14 @@ import pytest
 
 from sentinel.anomaly import Anomaly
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.serving import ServedRun
 from sentinel.judge.config import JudgingConfig
-from sentinel.judge.packs import RulePacks
 from sentinel.judge.replay import replay
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BlowUp, Nan, SyntheticRun
 
-NOW = 1_800_000_000.0
+from ..support.results import result_bytes
+from ..support.serving import catch_up, loaded_packs, served
+
 PACK = """
 builtin: false
 rules:
@@ -32,22 +32,6 @@ rules:
     detector: AnomalyNan
     match: {kind: activation, aggregate: ["layers.{}", "layers.{}.*"]}
 """
-
-
-def served(run_dir: Path, pack: Path, **judging: float) -> ServedRun:
-    run_dir.chmod(0o700)
-    packs = RulePacks([pack])
-    packs.load()
-    return ServedRun(RunPaths.of(run_dir), DaemonConfig(judging=JudgingConfig(**judging)), packs)  # type: ignore[arg-type]
-
-
-def catch_up(run: ServedRun) -> None:
-    while run.turn(NOW):
-        pass
-
-
-def notified(run_dir: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in sorted((run_dir / "anomalies").glob("*.jsonl")))
 
 
 @pytest.fixture
@@ -70,19 +54,21 @@ def write(run_dir: Path) -> None:
     source.end()
 
 
+@pytest.mark.slow
 def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
     monkeypatch.setattr("sentinel.daemon.commits.STEPS_PER_COMMIT", 7)
     for name in ("calm", "crashing"):
         write(tmp_path / name / "run")
-    calm = served(tmp_path / "calm" / "run", pack)
+    calm = served(tmp_path / "calm" / "run", packs=loaded_packs(pack))
     catch_up(calm)
     calm.close()
 
     num_crashes = 0
     for crash in range(6):
         # A snapshot after every commit, or none but the first: then all is judged again.
-        run = served(tmp_path / "crashing" / "run", pack, snapshot_interval_s=0.0 if crash % 2 else 1e9)
+        config = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0 if crash % 2 else 1e9))
+        run = served(tmp_path / "crashing" / "run", config, loaded_packs(pack))
         commits = []
         real = run.journal.commit
 
@@ -98,13 +84,13 @@ def test_crashes_and_replays_change_nothing(tmp_path: Path, pack: Path, monkeypa
         except KeyboardInterrupt:
             num_crashes += 1
         run.close()
-    run = served(tmp_path / "crashing" / "run", pack)
+    run = served(tmp_path / "crashing" / "run", packs=loaded_packs(pack))
     catch_up(run)
     run.close()
     assert num_crashes > 2
 
-    expected = notified(tmp_path / "calm" / "run")
-    assert notified(tmp_path / "crashing" / "run") == expected
+    expected = result_bytes(tmp_path / "calm" / "run")[0]
+    assert result_bytes(tmp_path / "crashing" / "run")[0] == expected
     result = replay(RunPaths.of(tmp_path / "calm" / "run"), tmp_path / "replayed")
     assert result.first_difference is None and result.num_anomalies == len(expected.splitlines())
     found = [msgspec.json.decode(line, type=Anomaly) for line in expected.splitlines()]
@@ -126,7 +112,7 @@ def test_a_rule_that_is_blind_is_said_in_health(tmp_path: Path, pack: Path) -> N
             table.descriptor = msgspec.structs.replace(table.descriptor, tensors=unknown)
             source.start(rank)
         source.write(2)
-        run = served(tmp_path / f"tp{tp}", pack)
+        run = served(tmp_path / f"tp{tp}", packs=loaded_packs(pack))
         catch_up(run)
 
         said = [problem for problem in run.status.problems() if problem.startswith("rule ")]

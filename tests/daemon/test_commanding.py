@@ -22,7 +22,7 @@ def commanding(tmp_path: Path) -> Commanding:
     return Commanding(RunPaths.of(run_dir), ControlConfig(), Journal(run_dir / ".daemon" / "journal.sqlite"))
 
 
-def written(tmp_path: Path) -> list[object]:
+def known_commands(tmp_path: Path) -> list[object]:
     commands = RunCommands(tmp_path / "run")
     commands.scan(1.0)
     return [status.command for status in commands.known.statuses()]
@@ -33,7 +33,7 @@ def test_a_dump_is_ordered(commanding: Commanding, tmp_path: Path) -> None:
 
     commanding.order("dump", request, 1.0)
 
-    (command,) = written(tmp_path)
+    (command,) = known_commands(tmp_path)
     assert isinstance(command, DumpTensors)
     assert (command.kinds, command.targets, command.at_step) == (("param",), ("head",), 9)
     assert (command.for_steps, command.step_interval, command.first_n) == (4, 2, 8)
@@ -42,7 +42,7 @@ def test_a_dump_is_ordered(commanding: Commanding, tmp_path: Path) -> None:
 def test_the_structure_is_asked_for(commanding: Commanding, tmp_path: Path) -> None:
     commanding.order("describe", {"ranks": [1]}, 1.0)
 
-    (command,) = written(tmp_path)
+    (command,) = known_commands(tmp_path)
     assert isinstance(command, DescribeStructure)
     assert command.ranks == (1,)
 
@@ -52,4 +52,4 @@ def test_nonsense_is_refused(commanding: Commanding, tmp_path: Path, request_: d
     with pytest.raises(ConfigError):
         commanding.order("dump", request_, 1.0)
 
-    assert not written(tmp_path)
+    assert not known_commands(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,19 @@ from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import ConfigError, StoreError
 from sentinel.explain.topk import topk
-from sentinel.judge.packs import RulePacks
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
+from ..support.serving import judge_run, loaded_packs
 
-def judged(directory: Path) -> tuple[RunPaths, RulePacks]:
+
+def judged_run(directory: Path) -> RunPaths:
     source = SyntheticRun(directory, layers=1, d_model=8, elements=8, micro_steps=1)
     source.plant(Nan(step=2, module="layers.0.mlp", rank=0))
     source.write(4)
     source.end()
-    directory.chmod(0o700)
-    packs = RulePacks([])
-    packs.load()
-    paths = RunPaths.of(directory)
-    run = ServedRun(paths, DaemonConfig(), packs)
-    while run.turn(time.time()):
-        pass
-    run.finish(time.time(), is_over=True, deadline=time.monotonic() + 20.0)
-    run.close()
-    return paths, packs
+    judge_run(directory, is_over=True)
+    return RunPaths.of(directory)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def test_a_configuration_that_is_no_text_names_its_file(text: bytes, tmp_path: P
 
 @pytest.mark.parametrize(("table", "body"), [("incidents", b'{"id": "\xff"}'), ("decisions", b"\x81\xa3why\x01")])
 def test_a_record_of_the_journal_that_cannot_be_read_says_what_to_do(table: str, body: bytes, tmp_path: Path) -> None:
-    paths, packs = judged(tmp_path / "run")
+    paths, packs = judged_run(tmp_path / "run"), loaded_packs()
     with sqlite3.connect(paths.journal) as db:
         db.execute(f"UPDATE {table} SET body = ?", (body,))
 
@@ -61,7 +53,7 @@ def test_a_record_of_the_journal_that_cannot_be_read_says_what_to_do(table: str,
 
 @pytest.mark.parametrize("field", [b'"x": "\xdf"', b'"x": ' + b"[" * 3000 + b"]" * 3000])
 def test_an_anomaly_with_a_field_that_cannot_be_read_hides_no_other(field: bytes, tmp_path: Path) -> None:
-    paths, _ = judged(tmp_path / "run")
+    paths = judged_run(tmp_path / "run")
     [file] = sorted(paths.anomalies.iterdir())
     first, *rest = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([first[:-1] + b", " + field + b"}", *rest, b""]))

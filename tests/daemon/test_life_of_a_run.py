@@ -17,7 +17,9 @@ from sentinel.testing import BlowUp, FakeClock, SyntheticRun
 from sentinel.testing.faults import Fault
 from sentinel.wire.clock import Clock
 
-from .test_serving import NOW, catch_up, decisions, judge_all, served, written
+from ..support.results import decisions, result_bytes
+from ..support.serving import NOW, catch_up, judge_run, served
+from .test_serving import EVERY_STEP
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +29,7 @@ def run_of(directory: Path, **options: Any) -> SyntheticRun:
 
 
 def found(run_dir: Path) -> list[Anomaly]:
-    return [msgspec.json.decode(line, type=Anomaly) for line in written(run_dir)[0].splitlines()]
+    return [msgspec.json.decode(line, type=Anomaly) for line in result_bytes(run_dir)[0].splitlines()]
 
 
 def worlds(
@@ -54,7 +56,7 @@ def worlds(
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 2, 3)], ids=str)
 def test_a_world_that_changes_size_goes_on(tmp_path: Path, sizes: tuple[int, ...], attempt: int | None) -> None:
     num_rows = worlds(tmp_path / "run", sizes, num_steps=30, attempt=attempt)
-    run = served(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     catch_up(run)
     run.finish(NOW, is_over=True, deadline=float("inf"))
 
@@ -78,7 +80,7 @@ def test_baselines_survive_a_world_that_changes_size(tmp_path: Path) -> None:
     young.write(30)
     young.end()
     for name in ("old", "young"):
-        judge_all(tmp_path / name / "run", is_over=True)
+        judge_run(tmp_path / name / "run", EVERY_STEP, is_over=True)
 
     assert {one.step for one in found(tmp_path / "old" / "run") if one.rule == "turbulent-norm"} & {35, 36, 37}
     assert not [one for one in found(tmp_path / "young" / "run") if one.rule == "turbulent-norm"], "the control"
@@ -87,7 +89,7 @@ def test_baselines_survive_a_world_that_changes_size(tmp_path: Path) -> None:
 def test_a_rank_that_is_replaced_loses_no_row(tmp_path: Path) -> None:
     """test_new_life_is_not_a_duplicate, as it is served: the new incarnation numbers its frames from the beginning again."""
     source = run_of(tmp_path / "run", dp=3)
-    run = served(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     source.write(10)
     catch_up(run)
     source.kill(1)
@@ -118,7 +120,7 @@ def test_steps_repeated_after_an_older_checkpoint_are_judged_again(tmp_path: Pat
     source.write(25)
     source.end()
 
-    judge_all(tmp_path / "run", is_over=True)
+    judge_run(tmp_path / "run", EVERY_STEP, is_over=True)
 
     again = [one for one in found(tmp_path / "run") if one.event == "onset" and one.step in (40, 41, 42)]
     assert {one.attempt for one in again} == {0, 1}
@@ -173,7 +175,7 @@ def test_runs_of_one_directory_know_nothing_of_each_other(tmp_path: Path) -> Non
     spike = BlowUp(step=40, module="layers.1.mlp", factor=80.0, for_steps=4, kind="wgrad")
     sources = {name: run_of(tmp_path / name, dp=2) for name in ("a", "b", "c")}
     sources["b"].plant(spike)
-    runs = {name: served(tmp_path / name) for name in sources}
+    runs = {name: served(tmp_path / name, EVERY_STEP) for name in sources}
     for step in range(60):
         for name, source in sources.items():
             if name != "c" or step < 20:

@@ -100,7 +100,7 @@ def test_notes_survive_a_restart_and_a_version_that_cannot_be_read(tmp_path: Pat
     notes.write(journal)
 
     again = Notes.recalled(journal)
-    journal.facts.remember("notes", '{"found": 3}')
+    journal.values.put("notes", '{"found": 3}')
     unread = Notes.recalled(journal)
     journal.close()
 

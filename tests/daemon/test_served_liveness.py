@@ -21,7 +21,9 @@ from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import FakeClock, SyntheticRun
 
-from .test_serving import EVERY_STEP, Killed, abandon, kill_at, served, written
+from ..support.results import result_bytes
+from ..support.serving import served
+from .test_serving import EVERY_STEP, Killed, abandon, kill_at
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +73,7 @@ class Watched:
                     step=self.source.step, call_id=call_id, activity=activity, module=f"layers.{rank % 2}.mlp",
                     phase="forward", micro_step=1, is_waiting=is_waiting, raised=self.raised.get(rank),
                 )  # fmt: skip
-                self.source.say(rank, beat)
+                self.source.report(rank, beat)
 
     def restart(self) -> None:
         """A daemon that was away, or is killed now, is there again."""
@@ -87,11 +89,11 @@ class Watched:
 
     @property
     def found(self) -> list[Anomaly]:
-        return [msgspec.json.decode(line, type=Anomaly) for line in written(self.directory)[0].splitlines()]
+        return [msgspec.json.decode(line, type=Anomaly) for line in result_bytes(self.directory)[0].splitlines()]
 
     @property
     def incidents(self) -> list[Incident]:
-        return [msgspec.json.decode(line, type=Incident) for line in written(self.directory)[1].splitlines()]
+        return [msgspec.json.decode(line, type=Incident) for line in result_bytes(self.directory)[1].splitlines()]
 
     def num_ticks(self) -> int:
         journal = Journal(RunPaths.of(self.directory).journal, read_only=True)
@@ -103,7 +105,7 @@ class Watched:
     def assert_replays(self, out: Path) -> None:
         replayed = replay(RunPaths.of(self.directory), out)
         assert (replayed.first_difference, replayed.num_incomplete) == (None, 0)
-        assert written(out) == written(self.directory)
+        assert result_bytes(out) == result_bytes(self.directory)
         assert replayed.num_anomalies == len(self.found)
 
 

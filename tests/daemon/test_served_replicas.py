@@ -14,7 +14,9 @@ from sentinel.judge.replay import replay
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import BitFlip, SyntheticRun
 
-from .test_serving import judge_all, written
+from ..support.results import result_bytes
+from ..support.serving import judge_run
+from .test_serving import EVERY_STEP
 
 
 def run_of(directory: Path, **options: int) -> SyntheticRun:
@@ -26,9 +28,9 @@ def test_a_flipped_bit_is_one_incident_that_names_the_rank(tmp_path: Path) -> No
     source.write(60)
     source.end()
 
-    judge_all(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
 
-    lines, revisions = written(tmp_path / "run")
+    lines, revisions = result_bytes(tmp_path / "run")
     found = [msgspec.json.decode(line, type=Anomaly) for line in lines.splitlines()]
     (onset,) = [one for one in found if one.rule == "replica-divergence"]
     opened, incident = [msgspec.json.decode(line, type=Incident) for line in revisions.splitlines()]
@@ -51,9 +53,9 @@ def test_healthy_replicas_are_silent_through_late_ranks_and_skipped_steps(tmp_pa
     source.write(10)
     source.end()
 
-    judge_all(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
 
-    assert written(tmp_path / "run") == (b"", b"")
+    assert result_bytes(tmp_path / "run") == (b"", b"")
 
 
 @pytest.mark.parametrize(("dp", "says"), [(1, "cannot be checked: of "), (2, " weights are compared with their copies")])
@@ -63,7 +65,7 @@ def test_status_says_whether_replicas_can_be_checked(tmp_path: Path, dp: int, sa
     source.end()
 
     before = run_status(tmp_path / "run")["replicas"]
-    judge_all(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
 
     assert before is None
     assert says in run_status(tmp_path / "run")["replicas"]

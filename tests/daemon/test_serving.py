@@ -19,12 +19,11 @@ from sentinel.daemon import commits
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.snapshots import Acknowledgement
-from sentinel.decision import Decision, decode_decision
+from sentinel.decision import Decision
 from sentinel.errors import StoreError
 from sentinel.incident import Incident
 from sentinel.judge.config import JudgingConfig
 from sentinel.judge.judge import Judge
-from sentinel.judge.packs import RulePacks
 from sentinel.judge.replay import replay
 from sentinel.messages import Health
 from sentinel.report.files import AppendLog
@@ -33,59 +32,22 @@ from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
 from sentinel.wire.spool import read_ack
 
+from ..support.results import decisions, result_bytes
+from ..support.serving import NOW, catch_up, judge_run, loaded_packs, served, small_run
+
 pytestmark = pytest.mark.slow
 
-NOW = 1_800_000_000.0
 EVERY_STEP = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0))
 
 
-def synthetic(directory: Path, **options: Any) -> SyntheticRun:
-    options = {"pp": 2, "dp": 2, "layers": 4, "d_model": 16, "elements": 8, **options}
-    return SyntheticRun(directory, **options).plant(Nan(step=12, module="layers.2"), LossJump(step=40))
-
-
-def packs(*paths: Path) -> RulePacks:
-    loaded = RulePacks(paths)
-    loaded.load()
-    return loaded
+def planted_run(directory: Path, **options: Any) -> SyntheticRun:
+    return small_run(directory, **options).plant(Nan(step=12, module="layers.2"), LossJump(step=40))
 
 
 @pytest.fixture(autouse=True)
 def snapshots_may_take_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine takes long over a snapshot; the daemon would then wait before the next, and these tests are short."""
     monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
-
-
-def served(run_dir: Path, config: DaemonConfig = EVERY_STEP, rules: RulePacks | None = None) -> ServedRun:
-    run_dir.chmod(0o700)
-    return ServedRun(RunPaths.of(run_dir), config, rules or packs())
-
-
-def catch_up(run: ServedRun) -> None:
-    while run.turn(NOW):
-        pass
-
-
-def judge_all(run_dir: Path, config: DaemonConfig = EVERY_STEP, *, is_over: bool = False) -> None:
-    run = served(run_dir, config)
-    catch_up(run)
-    run.finish(NOW, is_over=is_over, deadline=float("inf"))
-    run.close()
-
-
-def written(run_dir: Path) -> tuple[bytes, bytes]:
-    files = sorted((run_dir / "anomalies").glob("*.jsonl"))
-    incidents = run_dir / "incidents.jsonl"
-    return b"".join(file.read_bytes() for file in files), incidents.read_bytes() if incidents.exists() else b""
-
-
-def decisions(run_dir: Path) -> list[Decision]:
-    journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
-    try:
-        decided = (decode_decision(kind, body) for _, kind, body in journal.decisions())
-        return [one for one in decided if isinstance(one, Decision)]
-    finally:
-        journal.close()
 
 
 def queued(run_dir: Path) -> list[tuple[str, str]]:
@@ -97,11 +59,11 @@ def queued(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def test_rows_judged_equals_rows_expected(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(60)
     source.end()
 
-    run = served(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     catch_up(run)
 
     metrics = run.status.metrics()
@@ -114,21 +76,21 @@ def test_rows_judged_equals_rows_expected(tmp_path: Path) -> None:
 
 
 def test_a_planted_nan_is_found_where_it_was_born(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(60)
     source.end()
 
-    judge_all(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
 
-    incidents = [msgspec.json.decode(line, type=Incident) for line in written(tmp_path / "run")[1].splitlines()]
+    incidents = [msgspec.json.decode(line, type=Incident) for line in result_bytes(tmp_path / "run")[1].splitlines()]
     assert (incidents[0].opened_step, incidents[0].severity) == (12, Severity.CRITICAL)
     assert "layers.2" in incidents[0].root_name
 
 
 def test_each_decision_is_in_the_journal_before_its_step_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(20)
-    run = served(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     kept: list[tuple[int, int]] = []
     judge = Judge.judge
 
@@ -186,11 +148,11 @@ def test_a_kill_at_every_point_changes_nothing(
 ) -> None:
     monkeypatch.setattr(commits, "STEPS_PER_COMMIT", 4)
     config = msgspec.structs.replace(EVERY_STEP, judging=JudgingConfig(snapshot_interval_s=interval_s))
-    source = synthetic(tmp_path / "golden" / "run")
+    source = planted_run(tmp_path / "golden" / "run")
     source.write(50)
     source.end()
     shutil.copytree(tmp_path / "golden" / "run", tmp_path / "killed" / "run")
-    judge_all(tmp_path / "golden" / "run", config)
+    judge_run(tmp_path / "golden" / "run", config)
     num_kills = 0
 
     for nth in (1, 2, 3, 5, 8, 12):
@@ -202,33 +164,33 @@ def test_a_kill_at_every_point_changes_nothing(
             except Killed:
                 num_kills += 1
         abandon(run)
-    judge_all(tmp_path / "killed" / "run", config)
+    judge_run(tmp_path / "killed" / "run", config)
 
     assert num_kills >= (1 if name == "advance" else 3)
-    assert written(tmp_path / "killed" / "run") == written(tmp_path / "golden" / "run")
-    assert written(tmp_path / "golden" / "run")[0]
+    assert result_bytes(tmp_path / "killed" / "run") == result_bytes(tmp_path / "golden" / "run")
+    assert result_bytes(tmp_path / "golden" / "run")[0]
     assert queued(tmp_path / "killed" / "run") == queued(tmp_path / "golden" / "run")
 
 
 @pytest.mark.parametrize("num_bytes", [1, 10, 500])
 def test_a_line_cut_in_half_by_a_crash_is_completed(tmp_path: Path, num_bytes: int) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(50)
     source.end()
-    judge_all(tmp_path / "run")
-    whole = written(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
+    whole = result_bytes(tmp_path / "run")
     file = tmp_path / "run" / "anomalies" / "000001.jsonl"
     os.truncate(file, file.stat().st_size - num_bytes)
     (tmp_path / "run" / "incidents.jsonl").unlink()
 
-    judge_all(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
 
-    assert written(tmp_path / "run") == whole
+    assert result_bytes(tmp_path / "run") == whole
 
 
 def disorderly(directory: Path) -> Iterator[SyntheticRun]:
     """A run with late, missing, duplicated and reordered ranks, a crash and a resume; yields between its parts."""
-    source = synthetic(directory, pp=1, dp=4)
+    source = planted_run(directory, pp=1, dp=4)
     source.write(10)
     yield source
     source.write(1, ranks=(3, 1, 0, 2))
@@ -244,7 +206,7 @@ def disorderly(directory: Path) -> Iterator[SyntheticRun]:
     yield source
     source.write(3, skip=(2,))
     source.flip_bit(0)
-    source.say(1, Health(code="hook_failed", message="x", count=2))
+    source.report(1, Health(code="hook_failed", message="x", count=2))
     source.write(4)
     yield source
     source.kill(0)
@@ -263,14 +225,14 @@ def test_replay_is_identical(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run: ServedRun | None = None
     for number, _ in enumerate(disorderly(run_dir)):
-        run = run or served(run_dir)
+        run = run or served(run_dir, EVERY_STEP)
         catch_up(run)
         if number % 3 == 2:
             abandon(run)
             run = None
     if run is not None:
         run.close()
-    judge_all(run_dir, is_over=True)
+    judge_run(run_dir, EVERY_STEP, is_over=True)
     made = decisions(run_dir)
 
     result = replay(RunPaths.of(run_dir), tmp_path / "again")
@@ -280,29 +242,29 @@ def test_replay_is_identical(tmp_path: Path) -> None:
     assert len({one.attempt for one in made}) == 2
     assert (result.first_difference, result.num_incomplete) == (None, 0)
     assert result.num_steps == len(made)
-    assert written(tmp_path / "again") == written(run_dir)
-    assert len(written(run_dir)[0].splitlines()) > 20
+    assert result_bytes(tmp_path / "again") == result_bytes(run_dir)
+    assert len(result_bytes(run_dir)[0].splitlines()) > 20
 
 
 def test_recompute_decides_anew(tmp_path: Path) -> None:
     for _ in disorderly(tmp_path / "run"):
         pass
 
-    first = replay(RunPaths.of(tmp_path / "run"), tmp_path / "one", pack=packs().pack, recompute=True)
-    second = replay(RunPaths.of(tmp_path / "run"), tmp_path / "two", pack=packs().pack, recompute=True)
+    first = replay(RunPaths.of(tmp_path / "run"), tmp_path / "one", pack=loaded_packs().pack, recompute=True)
+    second = replay(RunPaths.of(tmp_path / "run"), tmp_path / "two", pack=loaded_packs().pack, recompute=True)
 
     assert first == second
     assert first.num_anomalies > 0
-    assert written(tmp_path / "one") == written(tmp_path / "two")
+    assert result_bytes(tmp_path / "one") == result_bytes(tmp_path / "two")
     with pytest.raises(StoreError, match="expected a new directory"):
         replay(RunPaths.of(tmp_path / "run"), tmp_path / "one", recompute=True)
 
 
 def test_a_replay_says_what_differs(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(50)
     source.end()
-    judge_all(tmp_path / "run")
+    judge_run(tmp_path / "run", EVERY_STEP)
     shutil.rmtree(source.folder(1))
 
     result = replay(RunPaths.of(tmp_path / "run"), tmp_path / "again")
@@ -314,16 +276,16 @@ def test_a_replay_says_what_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_reading_in_other_portions_decides_the_same(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    source = synthetic(tmp_path / "golden" / "run")
+    source = planted_run(tmp_path / "golden" / "run")
     source.write(45)
     source.end()
     shutil.copytree(tmp_path / "golden" / "run", tmp_path / "parts" / "run")
-    judge_all(tmp_path / "golden" / "run")
+    judge_run(tmp_path / "golden" / "run", EVERY_STEP)
     # Every file grows by an uneven portion at a time, as slow writers' would.
     files = {path: path.read_bytes() for path in (tmp_path / "parts" / "run" / "spool").glob("*/*.spool")}
     for path in files:
         path.write_bytes(b"")
-    run = served(tmp_path / "parts" / "run")
+    run = served(tmp_path / "parts" / "run", EVERY_STEP)
 
     for part in range(1, 41):
         for path, data in files.items():
@@ -338,7 +300,7 @@ def test_reading_in_other_portions_decides_the_same(tmp_path: Path, seed: int) -
 
     late = [one for one in decisions(tmp_path / "parts" / "run") if one.why != "complete"]
     if not late:
-        assert written(tmp_path / "parts" / "run") == written(tmp_path / "golden" / "run")
+        assert result_bytes(tmp_path / "parts" / "run") == result_bytes(tmp_path / "golden" / "run")
     again = replay(RunPaths.of(tmp_path / "parts" / "run"), tmp_path / "again")
     assert again.first_difference is None
 
@@ -349,7 +311,7 @@ def test_a_backlog_of_uneven_ranks_makes_nobody_late(tmp_path: Path) -> None:
     source.end()
     assert source.num_rows(0) != source.num_rows(1)
 
-    judge_all(tmp_path / "run", DaemonConfig())
+    judge_run(tmp_path / "run", DaemonConfig())
 
     assert {one.why for one in decisions(tmp_path / "run")} == {"complete"}
     assert len(decisions(tmp_path / "run")) == 400
@@ -368,10 +330,10 @@ rules:
 def test_rules_changed_midway_are_journalled_and_replayed(tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_text(RULE.format(name="first", severity="critical"))
-    rules = packs(file)
-    source = synthetic(tmp_path / "run")
+    rules = loaded_packs(file)
+    source = planted_run(tmp_path / "run")
     source.plant(Nan(step=30, module="layers.1"))
-    run = served(tmp_path / "run", rules=rules)
+    run = served(tmp_path / "run", EVERY_STEP, rules)
     source.write(25)
     catch_up(run)
 
@@ -391,19 +353,19 @@ def test_rules_changed_midway_are_journalled_and_replayed(tmp_path: Path) -> Non
     hashes = [one.pack_hash for one in decisions(tmp_path / "run")]
     assert len(set(hashes[:25])) == len(set(hashes[25:])) == 1
     assert hashes[24] != hashes[25]
-    assert b'"rule":"first"' in written(tmp_path / "run")[0]
-    assert b'"rule":"second"' in written(tmp_path / "run")[0]
+    assert b'"rule":"first"' in result_bytes(tmp_path / "run")[0]
+    assert b'"rule":"second"' in result_bytes(tmp_path / "run")[0]
     # A daemon that starts with yet other rules judges what was decided by the rules of the day.
     result = replay(RunPaths.of(tmp_path / "run"), tmp_path / "again")
     assert result.first_difference is None
 
 
 def test_a_snapshot_that_cannot_be_read_costs_time_only(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "golden" / "run")
+    source = planted_run(tmp_path / "golden" / "run")
     source.write(30)
     shutil.copytree(tmp_path / "golden" / "run", tmp_path / "other" / "run")
     for name in ("golden", "other"):
-        judge_all(tmp_path / name / "run")
+        judge_run(tmp_path / name / "run", EVERY_STEP)
     journal = Journal(RunPaths.of(tmp_path / "other" / "run").journal)
     journal._file.db.execute("UPDATE snapshots SET body = x'00'")
     journal.close()
@@ -414,26 +376,26 @@ def test_a_snapshot_that_cannot_be_read_costs_time_only(tmp_path: Path) -> None:
         other = tmp_path / "other" / "run" / path.relative_to(tmp_path / "golden" / "run")
         other.write_bytes(path.read_bytes())
     for name in ("golden", "other"):
-        judge_all(tmp_path / name / "run")
+        judge_run(tmp_path / name / "run", EVERY_STEP)
 
-    assert written(tmp_path / "other" / "run") == written(tmp_path / "golden" / "run")
+    assert result_bytes(tmp_path / "other" / "run") == result_bytes(tmp_path / "golden" / "run")
 
 
 def test_two_daemons_never_judge_one_run(tmp_path: Path) -> None:
-    synthetic(tmp_path / "run").write(1)
-    first = served(tmp_path / "run")
+    planted_run(tmp_path / "run").write(1)
+    first = served(tmp_path / "run", EVERY_STEP)
 
     with pytest.raises(StoreError, match="another daemon judges it"):
-        served(tmp_path / "run")
+        served(tmp_path / "run", EVERY_STEP)
     first.close()
-    served(tmp_path / "run").close()
+    served(tmp_path / "run", EVERY_STEP).close()
 
 
 def test_a_journal_elsewhere_is_remembered(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(20)
     paths = RunPaths.of(tmp_path / "run", tmp_path / "state")
-    run = ServedRun(paths, EVERY_STEP, packs())
+    run = ServedRun(paths, EVERY_STEP, loaded_packs())
     catch_up(run)
     run.close()
 
@@ -444,8 +406,8 @@ def test_a_journal_elsewhere_is_remembered(tmp_path: Path) -> None:
 
 
 def test_the_spool_is_acknowledged_behind_the_older_snapshot(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
-    run = served(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     acks = []
 
     for _ in range(4):
@@ -461,8 +423,8 @@ def test_the_spool_is_acknowledged_behind_the_older_snapshot(tmp_path: Path) -> 
 
 
 def test_old_spool_files_may_go_once_acknowledged(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run", file_bytes=100_000)
-    run = served(tmp_path / "run")
+    source = planted_run(tmp_path / "run", file_bytes=100_000)
+    run = served(tmp_path / "run", EVERY_STEP)
     for _ in range(6):
         source.write(10)
         catch_up(run)
@@ -474,7 +436,7 @@ def test_old_spool_files_may_go_once_acknowledged(tmp_path: Path) -> None:
         for index in range(kept):
             (folder / f"{index:06d}.spool").unlink()
 
-    run = served(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     source.write(10)
     catch_up(run)
 
@@ -484,7 +446,7 @@ def test_old_spool_files_may_go_once_acknowledged(tmp_path: Path) -> None:
 
 
 def test_rubbish_in_the_spool_is_counted_and_survived(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(10)
     source.flip_bit(0)
     (tmp_path / "run" / "spool" / "not-a-rank").mkdir()
@@ -493,7 +455,7 @@ def test_rubbish_in_the_spool_is_counted_and_survived(tmp_path: Path) -> None:
     source.write(10)
     source.end()
 
-    run = served(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
     catch_up(run)
 
     assert run.status.metrics().frame_faults["corrupt"] >= 1
@@ -512,7 +474,7 @@ def test_alerts_are_queued_once_with_the_verdict(tmp_path: Path) -> None:
     file = tmp_path / "daemon.yaml"
     file.write_text(NOTIFY)
     config = msgspec.structs.replace(load_config(file), judging=EVERY_STEP.judging)
-    source = synthetic(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
     source.write(30)
     run = served(tmp_path / "run", config)
     catch_up(run)
@@ -520,14 +482,14 @@ def test_alerts_are_queued_once_with_the_verdict(tmp_path: Path) -> None:
     assert run.take_alerts()
     assert len(run.open_alerts(config.notify.routes())) == 1
     abandon(run)
-    judge_all(tmp_path / "run", config)
+    judge_run(tmp_path / "run", config)
     alerts = [key for topic, key in queued(tmp_path / "run") if topic == "alert:hook"]
     assert len(alerts) == len(set(alerts)) >= 1
 
 
 def test_an_alarm_escalates_while_ranks_live(tmp_path: Path) -> None:
-    source = synthetic(tmp_path / "run")
-    run = served(tmp_path / "run")
+    source = planted_run(tmp_path / "run")
+    run = served(tmp_path / "run", EVERY_STEP)
 
     source.write(14)
     catch_up(run)
@@ -539,19 +501,19 @@ def test_an_alarm_escalates_while_ranks_live(tmp_path: Path) -> None:
     assert command.at_step > 12
     assert run.status.describe()["commands"][0]["source"] == "policy"
     abandon(run)
-    again = served(tmp_path / "run")
+    again = served(tmp_path / "run", EVERY_STEP)
     again.turn(NOW)
     assert sorted((tmp_path / "run" / "control").glob("*.json")) == files
     again.close()
 
 
 def test_a_full_disk_under_the_files_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = synthetic(tmp_path / "golden" / "run")
+    source = planted_run(tmp_path / "golden" / "run")
     source.write(50)
     source.end()
     shutil.copytree(tmp_path / "golden" / "run", tmp_path / "full" / "run")
-    judge_all(tmp_path / "golden" / "run")
-    run = served(tmp_path / "full" / "run")
+    judge_run(tmp_path / "golden" / "run", EVERY_STEP)
+    run = served(tmp_path / "full" / "run", EVERY_STEP)
 
     with monkeypatch.context() as patch:
 
@@ -565,4 +527,4 @@ def test_a_full_disk_under_the_files_loses_nothing(tmp_path: Path, monkeypatch: 
 
     assert run.status.problems() == []
     run.close()
-    assert written(tmp_path / "full" / "run") == written(tmp_path / "golden" / "run")
+    assert result_bytes(tmp_path / "full" / "run") == result_bytes(tmp_path / "golden" / "run")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ..support.series import scores_of
+
 Maker = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
 
 
@@ -66,16 +68,7 @@ def healthy() -> Callable[[str, int, int], np.ndarray]:
 @pytest.fixture
 def follow() -> Callable[[Any, np.ndarray], np.ndarray]:
     """Return a function: detector, values [points, series] -> scores of the same shape, learned as the engine does."""
-
-    def run(detector: Any, values: np.ndarray) -> np.ndarray:
-        state, scores = detector.state(values.shape[1]), np.zeros(values.shape)
-        with np.errstate(all="ignore"):
-            for at, point in enumerate(values):
-                scores[at] = detector.score(point, state).score
-                detector.learn(point, state, scores[at] >= 1.0)
-        return scores
-
-    return run
+    return scores_of
 
 
 @pytest.fixture

@@ -8,15 +8,12 @@ import pytest
 from sentinel.detect import DeadTensor
 from sentinel.errors import ConfigError
 
+from ..support.series import first_anomalous
+
 
 @pytest.fixture
 def norms(rng):
     return np.exp(np.cumsum(0.001 * rng.standard_normal((200, 6)), axis=0))
-
-
-def onset(scores: np.ndarray) -> int:
-    flagged = np.flatnonzero(scores >= 1.0)
-    return int(flagged[0]) if flagged.size else -1
 
 
 def test_a_gradient_of_nothing_is_told_at_its_third_step(norms, follow):
@@ -24,7 +21,7 @@ def test_a_gradient_of_nothing_is_told_at_its_third_step(norms, follow):
 
     scores = follow(DeadTensor(), norms)
 
-    assert onset(scores[:, 3]) == 102 and (scores[102:, 3] >= 1.0).all()
+    assert first_anomalous(scores[:, 3]) == 102 and (scores[102:, 3] >= 1.0).all()
     assert (np.delete(scores, 3, axis=1) == 0.0).all()
 
 
@@ -33,7 +30,7 @@ def test_a_weight_that_stands_still_is_told_at_its_tenth_step(norms, follow):
 
     scores = follow(DeadTensor(), norms)
 
-    assert onset(scores[:, 3]) == 109
+    assert first_anomalous(scores[:, 3]) == 109
     assert (np.delete(scores, 3, axis=1) == 0.0).all()
 
 
@@ -73,7 +70,7 @@ def test_what_was_still_and_went_on_needs_four_times_as_long(norms, follow):
     norms[50:52, 3] = 0.0
     norms[100:, 3] = 0.0
 
-    assert onset(follow(DeadTensor(), norms)[:, 3]) == 107
+    assert first_anomalous(follow(DeadTensor(), norms)[:, 3]) == 107
 
 
 def test_a_weight_in_bf16_whose_rate_falls_stands_still_longer_and_longer(rng, follow):

@@ -21,7 +21,7 @@ def test_a_detector_of_ours_has_the_methods_that_it_declares(name):
         assert "only detectors of Sentinel" in shortcoming(DETECTORS[name])
 
 
-@pytest.mark.parametrize("optional", [("form", "has_forms"), ("for_statistic", "is_fitted"), ("rearm", "rearms")])
+@pytest.mark.parametrize("optional", [("vectorised", "is_vectorised"), ("for_statistic", "is_fitted"), ("rearm", "rearms")])
 def test_a_method_that_is_there_is_declared(optional):
     method, field = optional
 

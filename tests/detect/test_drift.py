@@ -5,6 +5,8 @@ import pytest
 
 from sentinel.detect import Drift, Plateau, drift
 
+from ..support.series import autoregressive
+
 
 def judge(detector, values):
     """Feed [points, series]; return flags and settled of that shape."""
@@ -38,6 +40,7 @@ def test_a_slow_divergence_is_called_before_it_is_15_percent_above_its_best(rng)
         assert smooth[called, column] / smooth[:called, column].min() < 1.15
 
 
+@pytest.mark.slow
 def test_a_decay_spikes_and_a_small_step_up_are_no_drift(rng):
     loss = decaying(rng)
     loss[700] *= 5.0
@@ -51,6 +54,7 @@ def test_a_decay_spikes_and_a_small_step_up_are_no_drift(rng):
     assert doubled[3000:].any(axis=0).all()
 
 
+@pytest.mark.slow
 def test_a_new_level_settles_and_one_that_climbs_on_does_not(rng):
     level, climb = decaying(rng), decaying(rng)
     level[1500:] *= 1.3
@@ -115,23 +119,15 @@ def test_a_loss_below_zero_or_near_it_drifts_too(rng):
     assert not flagged[:1500].any() and flagged[1500:].any()
 
 
-def autoregressive(rng, points, phi):
-    out, last = np.empty(points), 0.0
-    for at, noise in enumerate((rng.standard_normal(points) * np.sqrt(1.0 - phi * phi)).tolist()):
-        last = phi * last + noise
-        out[at] = last
-    return out
-
-
 def reported(flagged):
     """Return how often a flag comes up after 256 points without one."""
     rows = np.flatnonzero(flagged)
     return len(rows[:1]) + int((np.diff(rows) > 256).sum())
 
 
-def test_what_a_long_run_has_always_done_is_no_drift(rng, monkeypatch):
-    """56,000 rows of ordinary wander, epochs, waves: told once at most."""
-    n = 56_000
+@pytest.mark.parametrize("n", [14_000, pytest.param(56_000, marks=pytest.mark.long)])
+def test_what_a_long_run_has_always_done_is_no_drift(n, rng, monkeypatch):
+    """Ordinary wander, epochs, waves: told once at most."""
     t, noise = np.arange(n), 0.02 * rng.standard_normal((n, 7))
     level = 2.5 * (1.0 + t / 300.0) ** -0.1
     z = np.stack(
@@ -152,6 +148,7 @@ def test_what_a_long_run_has_always_done_is_no_drift(rng, monkeypatch):
     assert reported(unmeasured[:, 1]) > 3, "the case is one"
 
 
+@pytest.mark.slow
 def test_one_slow_rise_is_one_message(rng):
     """However long it climbs, on points that scatter and a level that wanders; where it stays, it settles once."""
     n, begins, rows, wander = 16_000, 3000, np.array([1000, 3000, 10_000] * 2), [0.0] * 3 + [0.015] * 3
@@ -168,6 +165,7 @@ def test_one_slow_rise_is_one_message(rng):
     assert settled[:, 0].sum() <= 1 and settled[:, 3].sum() <= 1 and not (settled & (t < begins + rows)).any()
 
 
+@pytest.mark.slow
 def test_a_rise_above_all_that_an_old_run_has_wandered_is_called(rng):
     """By chance a level might be led anywhere; how high it was in eight thousand rows says how far it is."""
     n, begins = 12_500, 10_000
@@ -182,6 +180,7 @@ def test_a_rise_above_all_that_an_old_run_has_wandered_is_called(rng):
     assert not healthy[begins:].any()
 
 
+@pytest.mark.slow
 def test_a_run_that_wanders_is_still_told_of_a_divergence(rng):
     n = 9000
     wander = np.stack([0.02 * autoregressive(rng, n, 0.999) for _ in range(4)], axis=1)
@@ -193,6 +192,7 @@ def test_a_run_that_wanders_is_still_told_of_a_divergence(rng):
     assert flagged[6000:7000].any(axis=0).all()
 
 
+@pytest.mark.slow
 def test_a_rise_by_a_third_over_two_thousand_rows_of_a_mature_run_is_called_in_its_first_quarter(rng):
     t = np.arange(13_000)[:, None]
     loss = 2.5 * (1.0 + t / 300.0) ** -0.1 * np.exp(np.array([0.002, 0.01, 0.02, 0.03]) * rng.standard_normal((13_000, 4)))
@@ -204,6 +204,7 @@ def test_a_rise_by_a_third_over_two_thousand_rows_of_a_mature_run_is_called_in_i
     assert flagged[10_000:10_500].any(axis=0).all()
 
 
+@pytest.mark.slow
 def test_what_a_level_walks_by_chance_is_no_drift(rng):
     """How far a level is from its best after a thousand rows is known from how it turned down before, not from any rise."""
     n = 9000
@@ -219,6 +220,7 @@ def test_what_a_level_walks_by_chance_is_no_drift(rng):
     assert walked.any(axis=0).sum() <= 0.6 * unwalked.any(axis=0).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins", [600, 3000])
 def test_a_climb_on_a_loss_that_falls_fast_is_called_half_way(begins, rng):
     """A full batch: what the level lags behind a steep fall is no noise."""

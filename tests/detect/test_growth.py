@@ -7,6 +7,8 @@ import pytest
 
 from sentinel.detect import AnomalyTurbulence, ExplodingTensor, VanishingGradient
 
+from ..support.series import first_anomalous
+
 NUM_STEPS = 900
 STEP = np.arange(NUM_STEPS)
 
@@ -19,17 +21,12 @@ def gradients(rng):
     return level * fall[:, None] * np.exp(0.15 * rng.standard_normal((NUM_STEPS, 12)))
 
 
-def first(scores: np.ndarray) -> int:
-    flagged = np.flatnonzero(scores >= 1.0)
-    return int(flagged[0]) if flagged.size else -1
-
-
 @pytest.mark.parametrize("halved_every", [10, 25, 45])
 def test_a_gradient_that_fades_is_told_before_it_is_nothing(gradients, follow, halved_every):
     gradients[:, 4] *= 0.5 ** (np.maximum(0, STEP - 300) / halved_every)
 
     scores = follow(VanishingGradient(), gradients)
-    at = first(scores[:, 4])
+    at = first_anomalous(scores[:, 4])
 
     assert 300 < at < 300 + 14 * halved_every, "2**14: a ten-thousandth"
     assert (np.delete(scores, 4, axis=1) < 1.0).all()
@@ -65,7 +62,7 @@ def test_a_tensor_that_grows_is_told_long_before_it_overflows(rng, follow, doubl
     values[:, 2] *= 2.0 ** (np.maximum(0, STEP - 300) / doubled_every)
 
     scores = follow(ExplodingTensor(), values)
-    at = first(scores[:, 2])
+    at = first_anomalous(scores[:, 2])
 
     # fp16 ends at 2**16.
     assert 300 < at < 300 + 10 * doubled_every

@@ -8,19 +8,9 @@ import pytest
 from sentinel.detect import SameBatch
 from sentinel.errors import ConfigError
 
+from ..support.series import scores_of
+
 STEPS, AT = 260, 200
-
-
-def follow(values: np.ndarray) -> np.ndarray:
-    """Return the scores of one series, [steps]."""
-    detector = SameBatch()
-    state, scores = detector.state(1), []
-    for value in values:
-        point = np.array([value])
-        found = detector.score(point, state)
-        scores.append(float(found.score[0]))
-        detector.learn(point, state, found.score >= 1.0)
-    return np.array(scores)
 
 
 def course(rng: np.random.Generator) -> np.ndarray:
@@ -34,7 +24,7 @@ def test_one_batch_again_and_again_is_told_at_its_ninth_step(rng):
     loss = course(rng)
     loss[AT:] = loss[AT] * np.exp(-0.004 * np.arange(STEPS - AT))
 
-    scores = follow(loss)
+    scores = scores_of(SameBatch(), loss)
 
     assert scores[:AT].max() < 1.0
     assert np.flatnonzero(scores >= 1.0)[0] == AT + SameBatch().lasting
@@ -53,7 +43,7 @@ def test_what_batches_scatter_is_silent(rng, make):
     for _ in range(20):
         values = make(course(rng))
 
-        assert follow(values).max() < 1.0
+        assert scores_of(SameBatch(), values).max() < 1.0
 
 
 def test_what_a_share_and_a_count_must_be():

@@ -6,21 +6,10 @@ import json
 import os
 import signal
 import subprocess
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
-import numpy as np
-
-from sentinel.anomaly import Anomaly
-from sentinel.incident import Incident
-from sentinel.messages import Ack, Descriptor, EndStep, Health, LayoutChange
-from sentinel.record import ROW_DTYPE
-from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool_reader import SpoolReader
 
 from ..support.warm import cli, interpreter
 
@@ -38,7 +27,7 @@ class Ended:
     stderr: str
 
 
-def train(
+def train_example(
     folder: Path,
     *arguments: str,
     num_ranks: int = 4,
@@ -97,63 +86,3 @@ def run_command(folder: Path, command: Sequence[str], environment: dict[str, str
         raise AssertionError(f"{command[-1]}: not over after {timeout_s:g} s\n{stdout[-2000:]}\n{stderr[-4000:]}") from None
     assert process.returncode == 0, f"exit code {process.returncode}\n{stdout[-2000:]}\n{stderr[-4000:]}"
     return Ended(folder / "run", stdout, stderr)
-
-
-class Spoken:
-    """Everything one rank wrote into its spool."""
-
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        self.descriptor: Descriptor | None = None
-        self.ends: dict[int, EndStep] = {}
-        self.health: list[Health] = []
-        self.acks: list[Ack] = []
-        self.rows: dict[int, list[np.ndarray]] = defaultdict(list)
-        for folder in sorted((run_dir / "spool").glob(f"r{rank:05d}-*")):
-            reader = SpoolReader(folder)
-            layouts: dict[int, Descriptor] = {}
-            while frames := reader.poll(final=True):
-                for frame in frames:
-                    if frame.header.type == FrameType.ROWS:
-                        self.rows[frame.header.step].append(np.frombuffer(frame.payload, ROW_DTYPE))
-                        continue
-                    message = decode_message(frame)
-                    if isinstance(message, LayoutChange):
-                        message = message.applied_to(layouts[message.base])
-                    if isinstance(message, Descriptor):
-                        self.descriptor = layouts[frame.header.layout_id] = message
-                    elif isinstance(message, EndStep):
-                        self.ends[message.step] = message
-                    elif isinstance(message, Health):
-                        self.health.append(message)
-                    elif isinstance(message, Ack):
-                        self.acks.append(message)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all steps."""
-        return sum(len(rows) for parts in self.rows.values() for rows in parts)
-
-    def of(self, step: int, kind: str) -> dict[str, np.void]:
-        """Return local name -> row of one step and kind."""
-        assert self.descriptor is not None
-        names = {tensor.id: tensor.name for tensor in self.descriptor.tensors if tensor.kind == kind}
-        return {names[int(row["tensor"])]: row for part in self.rows[step] for row in part if int(row["tensor"]) in names}
-
-
-def anomalies(run_dir: Path) -> list[Anomaly]:
-    """Return every anomaly of a run, in the order written."""
-    decode = msgspec.json.Decoder(Anomaly).decode
-    files = sorted((run_dir / "anomalies").glob("*.jsonl"))
-    return [decode(line) for file in files for line in file.read_bytes().splitlines()]
-
-
-def revisions(run_dir: Path) -> list[Incident]:
-    """Return every revision of every incident of a run, in the order written; each names the members that it added."""
-    path = run_dir / "incidents.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=Incident) for line in lines]
-
-
-def incidents(run_dir: Path) -> list[Incident]:
-    """Return the newest revision of every incident of a run."""
-    return list({one.id: one for one in revisions(run_dir)}.values())

@@ -11,7 +11,8 @@ import pytest
 
 from sentinel.monitor_config import MEASURED_LABELS
 
-from .ranks import Spoken, train
+from ..support.spools import Spoken
+from .ranks import train_example
 
 NUM_STEPS, SKIPPED, CLIP = 10, 4, 0.05
 FAULTS = [{"module": "blocks.1.mlp.fc1", "dp_rank": 1, "micro_step": 2, "steps": [SKIPPED]}]
@@ -31,19 +32,21 @@ def truth(folder: Path) -> dict[int, dict[str, list[str]]]:
 @pytest.mark.timeout(400)
 def test_bit_identical_training(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    train(bare, *ARGUMENTS, "--truth", str(bare), "--no-sentinel", faults=FAULTS, is_judged=False)
+    train_example(bare, *ARGUMENTS, "--truth", str(bare), "--no-sentinel", faults=FAULTS, is_judged=False)
     expected = truth(bare)
     norms = [float.fromhex(norm) for norm in expected[0]["norms"]]
     assert [step for step, norm in enumerate(norms) if not math.isfinite(norm)] == [SKIPPED]
     assert min(norm for norm in norms if math.isfinite(norm)) > 2 * CLIP
 
     seen = tmp_path / "seen"
-    run = train(
+    run = train_example(
         seen, *ARGUMENTS, "--truth", str(seen),
         faults=FAULTS, config=EVERYTHING, is_judged=False,
     )  # fmt: skip
     off = tmp_path / "off"
-    train(off, *ARGUMENTS, "--truth", str(off), faults=FAULTS, is_judged=False, environment={"SENTINEL_DISABLE": "1"})
+    train_example(
+        off, *ARGUMENTS, "--truth", str(off), faults=FAULTS, is_judged=False, environment={"SENTINEL_DISABLE": "1"}
+    )
 
     assert truth(seen) == expected
     assert truth(off) == expected

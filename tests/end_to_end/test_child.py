@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.waiting import wait_for_words
+
 PARENT = """
 import os, sys, time
 from sentinel.cli.child import Child
@@ -47,16 +49,6 @@ def parent(*command: str, **options: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", PARENT, *command], **options)  # type: ignore[call-overload,no-any-return]
 
 
-def wait_for(path: Path, *words: str, timeout_s: float = 20.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        text = path.read_text() if path.exists() else ""
-        if all(word in text for word in words):
-            return text
-        time.sleep(0.01)
-    raise AssertionError(f"waited for {words}, got {path.read_text() if path.exists() else 'nothing'}")
-
-
 @pytest.mark.parametrize("code", [0, 1, 42])
 def test_the_exit_code_is_the_commands_own(code: int) -> None:
     assert parent("sh", "-c", f"exit {code}").wait(20) == code
@@ -71,15 +63,15 @@ def test_signals_reach_the_whole_group_once(tmp_path: Path) -> None:
     script, received = tmp_path / "listener.py", tmp_path / "heard"
     script.write_text(LISTENER)
     process = parent(sys.executable, str(script), str(received), "launcher")
-    wait_for(received, "launcher ready", "worker ready")
+    wait_for_words(received, "launcher ready", "worker ready")
 
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         process.send_signal(number)
-        wait_for(received, f"launcher {number.name}", f"worker {number.name}")
+        wait_for_words(received, f"launcher {number.name}", f"worker {number.name}")
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(20) == 7
-    lines = wait_for(received, "worker SIGTERM").splitlines()
+    lines = wait_for_words(received, "worker SIGTERM").splitlines()
     assert sorted(lines) == sorted(set(lines))
 
 
@@ -105,7 +97,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", PARENT, sys.executable, str(script), str(received), "alone"])
-    wait_for(received, "alone ready")
+    wait_for_words(received, "alone ready")
 
     os.write(terminal, b"\x03")
 

@@ -15,16 +15,18 @@ from torch import nn
 
 import sentinel
 
-from .. import forked
-from ..ports import free_port
+from ..support import forked
+from ..support.ports import free_port
+from ..support.spools import Spoken
+from ..support.waiting import wait_for
 from ..support.warm import cli
-from .ranks import ROOT, Spoken
+from .ranks import ROOT
 
 NUM_RANKS = 2
 STEP_S = 0.02
 
 
-def train(rank: int, port: int, folder: str, num_steps: int) -> None:
+def rank_main(rank: int, port: int, folder: str, num_steps: int) -> None:
     os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
@@ -45,13 +47,6 @@ def train(rank: int, port: int, folder: str, num_steps: int) -> None:
     os._exit(0)  # Ranks that stop at different steps would wait for each other in the group's end.
 
 
-def wait_for(what: Any, timeout_s: float = 60.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.02)
-
-
 def order(folder: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [*cli(), *arguments, "-d", str(folder / "run"), "--json"],
@@ -70,14 +65,14 @@ def measured(spoken: Spoken) -> list[int]:
 
 def test_command_obeyed_at_one_step_by_real_ranks(tmp_path: Path) -> None:
     port = free_port()
-    ranks = forked.start(train, (port, str(tmp_path), 3000), NUM_RANKS, join=False)
+    ranks = forked.start_ranks(rank_main, (port, str(tmp_path), 3000), NUM_RANKS, join=False)
     try:
-        wait_for(lambda: (tmp_path / "at").exists() and int((tmp_path / "at").read_text() or 0) >= 5)
+        wait_for(lambda: (tmp_path / "at").exists() and int((tmp_path / "at").read_text() or 0) >= 5, timeout_s=60.0)
         at_step = str(int((tmp_path / "at").read_text() or 0) + 200)  # Late enough, however busy the machine is.
         enabled = order(tmp_path, "enable", "--kinds", "activation,dgrad", "--for-steps", "7", "--at-step", at_step)
         late = order(tmp_path, "enable", "--kinds", "activation", "--at-step", "1")
         done = enabled["at_step"] + 10
-        wait_for(lambda: int((tmp_path / "at").read_text() or 0) >= done)
+        wait_for(lambda: int((tmp_path / "at").read_text() or 0) >= done, timeout_s=60.0)
     finally:
         (tmp_path / "stop").touch()
         while not ranks.join(timeout=30):

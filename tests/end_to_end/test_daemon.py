@@ -7,13 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,17 +21,9 @@ from recording import Recording, record
 
 from sentinel.store.lock import holder
 
+from ..support.servers import Receiver
+from ..support.waiting import wait_for
 from ..support.warm import cli, interpreter
-
-
-def wait_for(what: str, is_so: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = is_so()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"waited {timeout_s} s for {what}")
 
 
 class Served:
@@ -54,7 +43,7 @@ class Served:
             path = self.state / "http.json"
             return json.loads(path.read_text())["url"] if path.exists() else None
 
-        return str(wait_for("the address", read))
+        return str(wait_for(read, "the address"))
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url() + path, timeout=10) as answer:
@@ -106,7 +95,7 @@ def home(tmp_path: Path) -> Path:
 def test_a_signal_ends_it_in_order(tmp_path: Path, serve: Callable[..., Served], number: int) -> None:
     record(tmp_path / "run", 50, nan_steps=(20,))
     daemon = serve(tmp_path / "run")
-    wait_for("the last step", lambda: daemon.judged("run") == 49)
+    wait_for(lambda: daemon.judged("run") == 49, "the last step")
 
     code, talk = daemon.stop(number)
 
@@ -118,13 +107,13 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, serve: Callable[..., Served],
 def test_http_answers_what_was_found(tmp_path: Path, serve: Callable[..., Served]) -> None:
     record(tmp_path / "run", 50, nan_steps=(45,))
     daemon = serve(tmp_path / "run")
-    wait_for("the last step", lambda: daemon.judged("run") == 49)
+    wait_for(lambda: daemon.judged("run") == 49, "the last step")
 
     assert daemon.get("/api/v1/anomalies?run=run&limit=5")["anomalies"][0]["step"] == 45
     assert daemon.get("/api/v1/incidents?state=open")["incidents"][0]["opened_step"] == 45
     [loss] = daemon.get("/api/v1/series?run=run&name=loss&limit=3")["series"]
     assert [point[:2] for point in loss["points"]] == [[0, 47], [0, 48], [0, 49]]
-    assert wait_for("readiness", lambda: daemon.get("/readyz")["ready"])
+    assert wait_for(lambda: daemon.get("/readyz")["ready"], "readiness")
     assert daemon.get("/healthz")["status"] == "ok"
     assert "NaN born in" in daemon.get("/")
     metrics = daemon.get("/metrics")
@@ -136,13 +125,13 @@ def test_new_runs_appear_while_serving(tmp_path: Path, serve: Callable[..., Serv
     directory = home(tmp_path)
     record(directory / "first", 10)
     daemon = serve(directory)
-    wait_for("the first run", lambda: daemon.judged("first") == 9)
+    wait_for(lambda: daemon.judged("first") == 9, "the first run")
 
     live = Recording(directory / "second", is_live=True)
     for step in range(20):
         live.step(step)
 
-    wait_for("the second run", lambda: daemon.judged("second") == 19)
+    wait_for(lambda: daemon.judged("second") == 19, "the second run")
     code, body = daemon.post("/api/v1/control", {"run": "second", "action": "enable", "for_steps": 5, "kinds": ["dgrad"]})
     assert (code, body["command"]["kinds"]) == (200, ["dgrad"])
     assert body["command"]["at_step"] >= 20
@@ -159,7 +148,7 @@ def test_rules_are_read_again_and_broken_ones_are_not_used(tmp_path: Path, serve
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES.format(severity="warning"))
     daemon = serve(tmp_path / "run", "--rules", str(rules))
-    before = wait_for("health", lambda: daemon.get("/healthz"))["pack_hash"]
+    before = wait_for(lambda: daemon.get("/healthz"), "health")["pack_hash"]
 
     rules.write_text("rules: [")
     code, body = daemon.post("/-/reload")
@@ -170,12 +159,12 @@ def test_rules_are_read_again_and_broken_ones_are_not_used(tmp_path: Path, serve
     assert "sentinel_last_reload_successful 0.0" in daemon.get("/metrics")
 
     rules.write_text(RULES.format(severity="critical"))
-    wait_for("the change to be seen", lambda: daemon.get("/healthz")["pack_hash"] != before)
+    wait_for(lambda: daemon.get("/healthz")["pack_hash"] != before, "the change to be seen")
     assert daemon.get("/healthz")["status"] == "ok"
     newest = daemon.get("/healthz")["pack_hash"]
     rules.write_text(RULES.format(severity="info"))
     daemon.process.send_signal(signal.SIGHUP)
-    wait_for("the hang-up to be heard", lambda: daemon.get("/healthz")["pack_hash"] != newest)
+    wait_for(lambda: daemon.get("/healthz")["pack_hash"] != newest, "the hang-up to be heard")
     code, talk = daemon.stop()
     assert code == 0
     assert "the former ones stay in use" in talk
@@ -189,7 +178,7 @@ def test_a_run_of_ours_that_others_may_write_is_taken_from_them_and_judged(
     (directory / "open").chmod(0o777)
 
     daemon = serve(directory)
-    wait_for("the run", lambda: daemon.judged("open") == 4)
+    wait_for(lambda: daemon.judged("open") == 4, "the run")
 
     assert (directory / "open").stat().st_mode & 0o022 == 0
     assert daemon.get("/healthz")["status"] == "ok"
@@ -198,7 +187,7 @@ def test_a_run_of_ours_that_others_may_write_is_taken_from_them_and_judged(
 def test_a_second_daemon_is_refused(tmp_path: Path, serve: Callable[..., Served]) -> None:
     record(tmp_path / "run", 5)
     daemon = serve(tmp_path / "run")
-    wait_for("the run", lambda: daemon.judged("run") == 4)
+    wait_for(lambda: daemon.judged("run") == 4, "the run")
 
     second = subprocess.run([*cli(), "serve", str(tmp_path / "run"), "--no-http"], capture_output=True, text=True)
 
@@ -207,42 +196,20 @@ def test_a_second_daemon_is_refused(tmp_path: Path, serve: Callable[..., Served]
     assert daemon.stop()[0] == 0
 
 
-class Receiver:
-    """A webhook that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.received: list[Any] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                receiver.received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/"
-        Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 def test_people_are_told_once_across_restarts(tmp_path: Path, serve: Callable[..., Served]) -> None:
-    receiver = Receiver()
-    config = tmp_path / "daemon.yaml"
-    config.write_text(f"notify: {{sinks: [{{type: webhook, name: hook, url: '{receiver.url}'}}]}}\n")
     live = Recording(tmp_path / "run", nan_steps=(15,), is_live=True)
     for step in range(20):
         live.step(step)
-    for _ in range(3):
-        daemon = serve(tmp_path / "run", "--config", str(config))
-        wait_for("the run", lambda daemon=daemon: daemon.judged("run") == 19)
-        wait_for("the message", lambda: receiver.received)
-        assert daemon.stop()[0] == 0
+    with Receiver().running() as receiver:
+        config = tmp_path / "daemon.yaml"
+        config.write_text(f"notify: {{sinks: [{{type: webhook, name: hook, url: '{receiver.url}/'}}]}}\n")
+        for _ in range(3):
+            daemon = serve(tmp_path / "run", "--config", str(config))
+            wait_for(lambda daemon=daemon: daemon.judged("run") == 19, "the run")
+            wait_for(lambda: receiver.received, "the message")
+            assert daemon.stop()[0] == 0
 
     assert len(receiver.received) == 1
-    receiver.server.shutdown()
 
 
 TRAINER = """
@@ -346,7 +313,7 @@ def test_signals_pass_through_to_the_command(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     script = f"trap 'exit 9' USR1; touch {ready}; while :; do sleep 0.05; done"
     process = subprocess.Popen([*cli(), "run", "--dir", str(tmp_path / "runs"), "--", "sh", "-c", script])
-    wait_for("the command", ready.exists)
+    wait_for(ready.exists, "the command")
 
     process.send_signal(signal.SIGUSR1)
 

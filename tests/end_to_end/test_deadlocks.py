@@ -13,8 +13,9 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 
+from ..support.results import anomalies, incidents
 from ..support.warm import cli, interpreter
-from .ranks import EXAMPLE, ROOT, anomalies, incidents
+from .ranks import EXAMPLE, ROOT
 
 TRAINER = Path(__file__).parent / "deadlock_trainer.py"
 SMALL = [

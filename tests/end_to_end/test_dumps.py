@@ -17,11 +17,13 @@ from torch import nn
 import sentinel
 from sentinel.cli.main import run_cli
 
-from .. import forked
-from ..ports import free_port
+from ..support import forked
+from ..support.ports import free_port
+from ..support.spools import Spoken
+from ..support.waiting import wait_for
 from ..support.warm import cli
-from .ranks import ROOT, Spoken, train
-from .test_commands import NUM_RANKS, order, wait_for
+from .ranks import ROOT, train_example
+from .test_commands import NUM_RANKS, order
 
 STEP_S = 0.03
 
@@ -54,7 +56,7 @@ def at(folder: Path) -> int:
 
 def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
     port = free_port()
-    ranks = forked.start(rank_main, (port, str(tmp_path)), NUM_RANKS, join=False)
+    ranks = forked.start_ranks(rank_main, (port, str(tmp_path)), NUM_RANKS, join=False)
     try:
         wait_for(lambda: all((tmp_path / f"at-{rank}").exists() for rank in range(NUM_RANKS)) and at(tmp_path) >= 3)
         asked_from = at(tmp_path)
@@ -107,7 +109,7 @@ def test_an_alarm_dumps_the_tensors_of_the_suspected_stage(tmp_path: Path) -> No
     fault = {"module": "blocks.3.mlp.fc1", "dp_rank": 1, "micro_step": 1, "steps": [6]}
     config = {"kinds": [], "allow_commands": ["DumpTensors"], "dump": {"first_n": 4}}
 
-    ended = train(tmp_path, "--steps", "120", "--step-time", "0.05", config=config, faults=[fault], pack=PACK)
+    ended = train_example(tmp_path, "--steps", "120", "--step-time", "0.05", config=config, faults=[fault], pack=PACK)
 
     dumps = sorted((ended.run_dir / "dumps").glob("attempt0/step*/rank*.safetensors"))
     assert dumps, ended.stderr[-3000:]

@@ -20,15 +20,14 @@ from torch import nn
 
 import sentinel
 from sentinel.command import ChangeConfig
-from sentinel.messages import Descriptor, LayoutChange
-from sentinel.record import ROW_DTYPE
-from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool_reader import SpoolReader
+from sentinel.messages import Descriptor
 
-from .. import forked
-from ..ports import free_port
+from ..support import forked
+from ..support.ports import free_port
+from ..support.spools import Spoken, decoded, frames_so_far, spool_folders
+from ..support.waiting import wait_for
 from ..support.warm import cli
-from .ranks import ROOT, Spoken
+from .ranks import ROOT
 
 NUM_RANKS = 2
 STEP_S = 0.02
@@ -38,7 +37,7 @@ def num_hooks(module: nn.Module) -> int:
     return sum(len(getattr(module, name)) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
 
 
-def train(rank: int, port: int, folder: str, config: str, first_step: int) -> None:
+def rank_main(rank: int, port: int, folder: str, config: str, first_step: int) -> None:
     os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
@@ -64,14 +63,6 @@ def train(rank: int, port: int, folder: str, config: str, first_step: int) -> No
     os._exit(0)  # Ranks that stop at different steps would wait for each other in the group's end.
 
 
-def wait_for(what: Callable[[], Any], timeout_s: float = 150.0) -> Any:
-    until = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.02)
-    return found
-
-
 class Trainer:
     """Two ranks that train, and the file that says what is measured."""
 
@@ -81,14 +72,14 @@ class Trainer:
         for name in ("stop", "at"):
             (folder / name).unlink(missing_ok=True)
         arguments = (port, str(folder), str(config), first_step)
-        self.ranks = forked.start(train, arguments, NUM_RANKS, join=False)
+        self.ranks = forked.start_ranks(rank_main, arguments, NUM_RANKS, join=False)
 
     def step(self) -> int:
         return int((self.folder / "at").read_text()) if (self.folder / "at").exists() else -1
 
     def train(self, num_steps: int) -> None:
         until = max(self.step(), self.first_step) + num_steps
-        wait_for(lambda: self.step() >= until)
+        wait_for(lambda: self.step() >= until, timeout_s=150.0)
 
     def edit(self, **keys: Any) -> None:
         new = self.config.with_suffix(".new")
@@ -107,8 +98,8 @@ class Trainer:
 
     def obeyed(self, num_changes: int, num_steps: int) -> ChangeConfig:
         """Wait until the last of so many changes is `num_steps` in force."""
-        wait_for(lambda: len(self.changes()) == num_changes)
-        wait_for(lambda: self.step() >= self.changes()[-1].at_step + num_steps)
+        wait_for(lambda: len(self.changes()) == num_changes, timeout_s=150.0)
+        wait_for(lambda: self.step() >= self.changes()[-1].at_step + num_steps, timeout_s=150.0)
         return self.changes()[-1]
 
     def end(self) -> None:
@@ -125,7 +116,7 @@ class Trainer:
 def trainer(folder: Path, config: Path, first_step: int = 0) -> Iterator[Trainer]:
     one = Trainer(folder, config, first_step)
     try:
-        wait_for(lambda: one.step() >= first_step + 5)
+        wait_for(lambda: one.step() >= first_step + 5, timeout_s=150.0)
         yield one
     finally:
         one.end()
@@ -157,18 +148,13 @@ class Measured:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._found: set[tuple[str, str, int]] = set()
         self._ends = Spoken(run_dir, rank).ends
-        for folder in sorted((run_dir / "spool").glob(f"r{rank:05d}-*")):
+        for folder in spool_folders(run_dir, rank):
             names: dict[int, tuple[str, str]] = {}
-            reader = SpoolReader(folder)
-            while frames := reader.poll(final=True):
-                for frame in frames:
-                    if frame.header.type in (FrameType.DESCRIPTOR, FrameType.CHANGE):
-                        notified = decode_message(frame)
-                        assert isinstance(notified, Descriptor | LayoutChange)
-                        names.update((tensor.id, (tensor.kind, tensor.name)) for tensor in notified.tensors)
-                    elif frame.header.type == FrameType.ROWS:
-                        rows = np.frombuffer(frame.payload, ROW_DTYPE)
-                        self._found.update((*names[int(row["tensor"])], frame.header.step) for row in rows)
+            for header, message in decoded(frames_so_far(folder)):
+                if isinstance(message, Descriptor):
+                    names.update((tensor.id, (tensor.kind, tensor.name)) for tensor in message.tensors)
+                elif isinstance(message, np.ndarray):
+                    self._found.update((*names[int(row["tensor"])], header.step) for row in message)
 
     def steps(self, kind: str, name: str, first: int = 0, until: int = 10_000) -> list[int]:
         """Steps in [first, until) in which a tensor was measured."""
@@ -198,11 +184,11 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
             first.edit(kinds=["wgrad"], collect_times=5, black_box=False)  # changed before the end
             changed = first.obeyed(3, 20)
             first.edit(kinds=["wgrad", "dgrad"], collect_times=5, blak_box=False)  # broken: nothing changes
-            broken = wait_for(lambda: (status().get("config") or {}).get("problem"))
+            broken = wait_for(lambda: (status().get("config") or {}).get("problem"), timeout_s=150.0)
             first.edit(kinds=["wgrad"], collect_times=5, black_box=True)  # restarted after collect_times
             again = first.obeyed(4, 20)
             first.edit(kinds=["param"], run="another")  # forbidden: nothing changes
-            forbidden = wait_for(lambda: "run cannot change" in status()["config"]["problem"])
+            forbidden = wait_for(lambda: "run cannot change" in status()["config"]["problem"], timeout_s=150.0)
             first.edit(**off)
             last = first.obeyed(5, 20)
         recorded = {path: path.stat().st_size for path in (tmp_path / "run" / "spool").rglob("*.spool")}
@@ -253,7 +239,7 @@ def test_without_a_daemon_the_file_names_the_step(tmp_path: Path) -> None:
         one.train(20)
         at_step = one.step() + int(3.0 / STEP_S)
         one.edit(kinds=["activation"], at_step=at_step, collect_times=7)
-        wait_for(lambda: one.step() >= at_step + 20)
+        wait_for(lambda: one.step() >= at_step + 20, timeout_s=150.0)
         one.edit(kinds=["dgrad"], at_step=3)
         one.train(int(3.0 / STEP_S))
 

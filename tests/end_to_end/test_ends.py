@@ -14,8 +14,9 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 
+from ..support.results import anomalies, incidents
 from ..support.warm import cli, interpreter
-from .ranks import EXAMPLE, ROOT, anomalies, incidents
+from .ranks import EXAMPLE, ROOT
 
 TRAINER = Path(__file__).parent / "ending_trainer.py"
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ..support.results import anomalies
 from ..support.warm import cli
-from .ranks import ROOT, anomalies, train
+from .ranks import ROOT, train_example
 
 NUM_STEPS = 6
 PACK = """
@@ -58,7 +59,7 @@ def true_norms(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("arguments", [(), ("--tp", "2")], ids=["pipeline x data parallel", "pipeline x tensor parallel"])
 def test_the_group_of_all_gradients_has_the_norm_of_the_whole(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    run = train(tmp_path, "--steps", str(NUM_STEPS), "--truth", str(tmp_path), *arguments, pack=PACK)
+    run = train_example(tmp_path, "--steps", str(NUM_STEPS), "--truth", str(tmp_path), *arguments, pack=PACK)
     norms = true_norms(tmp_path)
     if not arguments:
         said = json.loads((tmp_path / "rank0.json").read_text())["norms"]

@@ -22,7 +22,7 @@ from sentinel.store.journal import Commit, Journal
 home = Path(sys.argv[1])
 journal = Journal(home / "state" / "journal.sqlite")
 log = AppendLog(home / "anomalies", file_bytes=20_000)
-since = LogPosition.parse(journal.facts.recall("anomalies"))
+since = LogPosition.parse(journal.values.get("anomalies"))
 log.recover((body for _, body in journal.found.bodies("anomalies", after=since.num_lines)), since)
 print("up", flush=True)
 seq = journal.judged
@@ -34,7 +34,7 @@ while True:
     for line in lines:
         log.append([line])
     if seq % 7 == 0:
-        journal.facts.remember("anomalies", log.position.text())
+        journal.values.put("anomalies", log.position.text())
 """
 
 
@@ -51,7 +51,7 @@ def test_kill_9_loses_no_line_and_repeats_none(tmp_path):
 
     journal = Journal(tmp_path / "state" / "journal.sqlite")
     log = AppendLog(tmp_path / "anomalies", file_bytes=20_000)
-    since = LogPosition.parse(journal.facts.recall("anomalies"))
+    since = LogPosition.parse(journal.values.get("anomalies"))
     log.recover((body for _, body in journal.found.bodies("anomalies", after=since.num_lines)), since)
     files = sorted((tmp_path / "anomalies").iterdir())
     written = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]

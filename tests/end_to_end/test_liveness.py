@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,12 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 
-from ..ports import free_port
-from .ranks import EXAMPLE, ROOT, Spoken, anomalies, incidents, revisions, train
+from ..support.ports import free_port
+from ..support.results import anomalies, incidents, revisions
+from ..support.spools import Spoken
+from ..support.waiting import wait_for
+from ..support.warm import cli, interpreter
+from .ranks import EXAMPLE, ROOT, train_example
 
 PACK = """
 rules:
@@ -43,7 +46,7 @@ class Ranks:
             "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         self.logs = [(folder / f"rank{rank}.log").open("wb") for rank in range(num_ranks)]
-        command = [sys.executable, str(EXAMPLE / "train.py"), "--faults", str(folder / "faults.json"), *arguments]
+        command = [interpreter(), str(EXAMPLE / "train.py"), "--faults", str(folder / "faults.json"), *arguments]
         self.ranks = [
             subprocess.Popen(
                 command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=self.logs[rank],
@@ -52,7 +55,7 @@ class Ranks:
             for rank in range(num_ranks)
         ]  # fmt: skip
         self.log = (folder / "daemon.log").open("wb")
-        serve = [sys.executable, "-m", "sentinel.cli", "serve", str(self.run_dir), "--no-http"]
+        serve = [*cli(), "serve", str(self.run_dir), "--no-http"]
         self.daemon = subprocess.Popen(
             [*serve, "--rules", str(folder / "pack.yaml")], env=common, stdout=self.log, stderr=subprocess.STDOUT
         )
@@ -64,6 +67,12 @@ class Ranks:
             process.wait()
         for log in [*self.logs, self.log]:
             log.close()
+
+    def pid_of(self, rank: int) -> int:
+        """Return the trainer's own process, not the one that stands for it here."""
+        descriptor = Spoken(self.run_dir, rank).descriptor
+        assert descriptor is not None
+        return int(descriptor.environment["pid"])
 
     @property
     def found(self) -> list[Anomaly]:
@@ -89,30 +98,23 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         yield begin
 
 
-def wait_for(what: str, is_so: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    until = time.monotonic() + timeout_s
-    while not (found := is_so()):
-        assert time.monotonic() < until, f"waited {timeout_s} s for {what}"
-        time.sleep(0.1)
-    return found
-
-
 def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]) -> None:
     run = start(4, "--steps", "100000", "--step-time", "0.1")
-    wait_for("training", lambda: run.has_trained(8))
+    wait_for(lambda: run.has_trained(8), "training", timeout_s=120.0, interval_s=0.1)
     assert run.found == []
 
-    run.ranks[2].send_signal(signal.SIGSTOP)
-    (onset,) = wait_for("the stop", lambda: run.found)
+    pid = run.pid_of(2)
+    os.kill(pid, signal.SIGSTOP)
+    (onset,) = wait_for(lambda: run.found, "the stop", timeout_s=120.0, interval_s=0.1)
     time.sleep(8.0)
     assert len(run.found) == 1, "those that wait are not accused"
-    run.ranks[2].send_signal(signal.SIGCONT)
-    end = wait_for("the return", lambda: run.found[1:])[0]
+    os.kill(pid, signal.SIGCONT)
+    end = wait_for(lambda: run.found[1:], "the return", timeout_s=120.0, interval_s=0.1)[0]
 
     assert (onset.rank, onset.ranks, onset.statistic) == (2, (2,), "stopped_s")
     assert "rank 2 is stopped: nothing was heard for" in onset.message
-    assert f"process {run.ranks[2].pid} on " in onset.message and "is stopped (state T)" in onset.message
-    assert f"kill -CONT {run.ranks[2].pid}" in onset.message
+    assert f"process {pid} on " in onset.message and "is stopped (state T)" in onset.message
+    assert f"kill -CONT {pid}" in onset.message
     assert f"last seen in step {onset.step}" in onset.message
     assert (end.event, end.message) == ("end", "rank 2: goes on")
     # The step in which it stood still was a slow one too: that joins later, as a further revision of the same incident.
@@ -122,10 +124,10 @@ def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]
 
 def test_a_killed_rank_is_named(start: Callable[..., Ranks]) -> None:
     run = start(2, "--steps", "100000", "--step-time", "0.1", "--pp", "1")
-    wait_for("training", lambda: run.has_trained(8))
+    wait_for(lambda: run.has_trained(8), "training", timeout_s=120.0, interval_s=0.1)
 
     run.ranks[1].kill()
-    onset = wait_for("the end", lambda: run.found)[0]
+    onset = wait_for(lambda: run.found, "the end", timeout_s=120.0, interval_s=0.1)[0]
 
     assert (onset.rule, onset.rank) == ("run-ended", 1)
 
@@ -134,7 +136,7 @@ def test_a_rank_that_hangs_in_its_step_is_named_with_its_module(start: Callable[
     fault = {"type": "sleep", "module": "blocks.1.mlp", "dp_rank": 1, "micro_step": 0, "steps": [12], "seconds": 100000}
     run = start(3, "--steps", "100000", "--step-time", "0.1", "--pp", "1", faults=[fault])
 
-    onset = wait_for("the hang", lambda: run.found)[0]
+    onset = wait_for(lambda: run.found, "the hang", timeout_s=120.0, interval_s=0.1)[0]
     time.sleep(3.0)
 
     assert len(run.found) == 1
@@ -148,7 +150,7 @@ def test_a_straggler_among_synchronous_ranks_is_named(tmp_path: Path) -> None:
     """All step times are alike; only the straggler does not wait."""
     where = {"module": "blocks.1.mlp", "dp_rank": 2, "micro_step": 0}
     fault = {"type": "sleep", "steps": list(range(25, 60)), "seconds": 0.4, **where}
-    ended = train(tmp_path, "--steps", "50", "--pp", "1", "--micro-batches", "1", num_ranks=3, faults=[fault])
+    ended = train_example(tmp_path, "--steps", "50", "--pp", "1", "--micro-batches", "1", num_ranks=3, faults=[fault])
 
     found = [one for one in anomalies(ended.run_dir) if one.rule == "slow-rank"]
     ends = {one.onset_id: one.step for one in found if one.event == "end"}
@@ -163,7 +165,7 @@ def test_a_straggler_among_synchronous_ranks_is_named(tmp_path: Path) -> None:
 
 def test_a_bit_flipped_in_a_weight_names_the_rank(tmp_path: Path) -> None:
     fault = {"type": "flip", "module": "blocks.1.mlp.fc1", "dp_rank": 1, "steps": [12]}
-    ended = train(tmp_path, "--steps", "20", "--pp", "1", "--micro-batches", "1", num_ranks=3, faults=[fault])
+    ended = train_example(tmp_path, "--steps", "20", "--pp", "1", "--micro-batches", "1", num_ranks=3, faults=[fault])
 
     found = [one for one in anomalies(ended.run_dir) if one.rule == "replica-divergence"]
     assert [(one.step, one.kind, one.tag_name, one.ranks, one.group_mates) for one in found] == [

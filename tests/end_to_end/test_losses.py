@@ -19,9 +19,10 @@ from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
 from sentinel.wire.spool_files import list_kept
 
+from ..support.results import anomalies, incidents
+from ..support.servers import get_json
+from ..support.waiting import wait_for
 from ..support.warm import cli, interpreter
-from .ranks import anomalies, incidents
-from .servers import get_json, wait_for
 
 TRAINER = """
 import sys, time, torch, sentinel

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import forked
-from ..ports import free_port
+from ..support import forked
+from ..support.host_waits import HostWaits
+from ..support.ports import free_port
 
 NUM_STEPS = 6
-SYNCHRONISING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 
 
-class CountSynchronising(TorchDispatchMode):
-    """Counts ops that would wait for a device, in the training thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func).startswith(SYNCHRONISING)
-        return func(*args, **(kwargs or {}))
-
-
-def train(rank: int, port: int, watched: bool, folder: str) -> None:
+def rank_main(rank: int, port: int, watched: bool, folder: str) -> None:
     os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -46,7 +32,7 @@ def train(rank: int, port: int, watched: bool, folder: str) -> None:
         monitor = sentinel.attach(
             model, optimizer, {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
         )
-    counter = CountSynchronising()
+    counter = HostWaits()
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         for micro_step in range(2):
@@ -71,7 +57,7 @@ def train(rank: int, port: int, watched: bool, folder: str) -> None:
 def test_no_sync_no_collective(tmp_path: Path) -> None:
     for watched in (False, True):
         port = free_port()
-        forked.start(train, (port, watched, str(tmp_path)), 2)
+        forked.start_ranks(rank_main, (port, watched, str(tmp_path)), 2)
 
     for rank in range(2):
         bare = torch.load(tmp_path / f"False-{rank}.pt")

@@ -9,11 +9,9 @@ import sys
 import textwrap
 import time
 
-import msgspec
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, alerts_for
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker
@@ -23,16 +21,19 @@ from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 from sentinel.store.journal import Commit, Journal
 from sentinel.store.outbox_table import Outgoing
 
-from ..ports import free_port
-from .servers import Receiver, alertmanager, get_json, need, wait_for
+from ..support.anomalies import an_incident
+from ..support.ports import free_port
+from ..support.servers import Receiver, alertmanager, get_json, need
+from ..support.waiting import wait_for
 
 
-def an_incident(**changes):
-    one = Incident(
-        id="i1", revision=1, run="r", attempt=0, state="open", opened_step=71, last_step=72, time=time.time(),
-        severity=Severity.CRITICAL, title="NaN in blocks.3", root="a", root_name="blocks.3.mlp", paged=True,
-    )  # fmt: skip
-    return msgspec.structs.replace(one, **changes)
+def paging(**changes):
+    """A critical incident of now that somebody is paged for, unless said."""
+    usual = {
+        "opened_step": 71, "last_step": 72, "severity": Severity.CRITICAL, "root": "a", "root_name": "blocks.3.mlp",
+        "paged": True, "time": time.time(),
+    }  # fmt: skip
+    return an_incident(**(usual | changes))
 
 
 def alerts(sink, *history):
@@ -92,7 +93,7 @@ def test_a_sink_that_misbehaves_hears_each_alert_in_the_end():
         sink = WebhookSink(WebhookConfig(url=receiver.url), HttpPoster(timeout_s=30.0), {})
         notifier = Notifier(outbox, [sink], RetryPolicy(retry_s=0.05), clock=time.time)
         notifier.start()
-        outbox.add(alerts("webhook", an_incident()))
+        outbox.add(alerts("webhook", paging()))
         notifier.wake()
 
         wait_for(lambda: notifier.pending() == {"webhook": 0})
@@ -114,7 +115,7 @@ def test_a_sink_that_hangs_delays_no_other_and_no_judging():
         notifier = Notifier(outbox, sinks, RetryPolicy(), clock=time.time)
         notifier.start()
         start = time.monotonic()
-        outbox.add([*alerts("slow", an_incident()), *alerts("quick", an_incident())])
+        outbox.add([*alerts("slow", paging()), *alerts("quick", paging())])
         notifier.wake()
         waking_s = time.monotonic() - start
         wait_for(lambda: quick.received, interval_s=0.002)
@@ -141,7 +142,7 @@ time.sleep(60)
 def test_kill_9_between_request_and_answer_repeats_once_and_says_so(tmp_path):
     path = tmp_path / "state" / "journal.sqlite"
     journal = Journal(path)
-    (alert,) = alerts("webhook", an_incident())
+    (alert,) = alerts("webhook", paging())
     journal.commit(Commit(judged=1, outbox=[Outgoing(key=alert.key, topic=alert.topic, body=alert.body)]))
     journal.close()
     with Receiver(["hang"]).running() as receiver:
@@ -168,7 +169,7 @@ def test_alertmanager_tells_once_what_it_hears_three_times_and_then_the_end(tmp_
         receiver = stack.enter_context(Receiver().running())
         url = stack.enter_context(alertmanager(tmp_path, receiver.url))
         sink = AlertmanagerSink(AlertmanagerConfig(urls=(url,)), HttpPoster(), {})
-        grown = [an_incident(revision=n, last_step=70 + n, num_members=n, title="NaN in blocks.3") for n in (1, 2, 3)]
+        grown = [paging(revision=n, last_step=70 + n, num_members=n, title="NaN in blocks.3") for n in (1, 2, 3)]
 
         for incident in grown:
             assert sink.deliver([alerts("am", incident)[0]], time.time()).outcome == "sent"
@@ -178,7 +179,7 @@ def test_alertmanager_tells_once_what_it_hears_three_times_and_then_the_end(tmp_
         assert [body["status"] for body in receiver.bodies()] == ["firing"]
         assert open_alerts["labels"]["incident"] == "i1"
 
-        closed = alerts("am", an_incident(), an_incident(revision=4, state="settled"))[-1]
+        closed = alerts("am", paging(), paging(revision=4, state="settled"))[-1]
         assert sink.deliver([closed], time.time()).outcome == "sent"
         wait_for(lambda: len(receiver.received) == 2)
 
@@ -194,9 +195,9 @@ def test_an_incident_that_gets_worse_is_one_alert_at_a_time(tmp_path):
         receiver = stack.enter_context(Receiver().running())
         url = stack.enter_context(alertmanager(tmp_path, receiver.url))
         sink = AlertmanagerSink(AlertmanagerConfig(urls=(url,)), HttpPoster(), {})
-        mild = an_incident(severity=Severity.WARNING, paged=False)
+        mild = paging(severity=Severity.WARNING, paged=False)
 
-        for alert in alerts("am", mild, an_incident(revision=2)):
+        for alert in alerts("am", mild, paging(revision=2)):
             assert sink.deliver([alert], time.time()).outcome == "sent"
 
         def active():
@@ -215,7 +216,7 @@ def test_alertmanager_that_is_away_hears_it_when_it_is_back(tmp_path):
             pass
         sink = AlertmanagerSink(AlertmanagerConfig(name="am", urls=(url,)), HttpPoster(timeout_s=1.0), {})
         worker = SinkWorker(outbox, sink, RetryPolicy(), rng=random.Random(0))
-        outbox.add(alerts("am", an_incident()))
+        outbox.add(alerts("am", paging()))
         worker.turn(time.time())
         assert worker.counts["retried"] == 1
         assert worker.num_waiting() == 1

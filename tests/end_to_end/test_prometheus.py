@@ -12,7 +12,8 @@ import pytest
 
 from sentinel.report.metrics import MetricsCollector, MetricsSnapshot, NormAggregate, RunMetrics
 
-from .servers import Receiver, get_json, need, prometheus, wait_for
+from ..support.servers import Receiver, get_json, need, prometheus
+from ..support.waiting import wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -9,16 +9,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from sentinel.decision import Decision
 from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.store.journal import Journal
 
+from ..support.results import anomalies, anomalies_but_of_pace, decisions, incidents
+from ..support.spools import Spoken
 from ..support.warm import cli
-from .ranks import EVERYTHING, ROOT, Spoken, anomalies, incidents, train
+from .ranks import EVERYTHING, ROOT, train_example
 
 NUM_PARAMETERS = 2 + 4 * 12 + 2 + 1
 """Of the example's GPT with 4 blocks: two embeddings, the blocks, the last norm, the head."""
@@ -28,14 +28,6 @@ def rows_a_step(num_chunks: int, num_replicas: int) -> int:
     """Rows of params, wgrads and the black box, all ranks: each chunk has the input of its first block and the output of
     each of its blocks, the last chunk its own output beside them; each forward and backward."""
     return num_replicas * (2 * NUM_PARAMETERS + 2 * (num_chunks + 4 + 1))
-
-
-def decisions(run_dir: Path) -> list[Decision]:
-    journal = Journal(run_dir / ".daemon" / "journal.sqlite", read_only=True)
-    try:
-        return [msgspec.msgpack.decode(body, type=Decision) for _, kind, body in journal.decisions() if kind == "step"]
-    finally:
-        journal.close()
 
 
 def assert_all_was_judged(run_dir: Path, num_steps: int, num_ranks: int, expected: int) -> None:
@@ -55,26 +47,28 @@ def assert_all_was_judged(run_dir: Path, num_steps: int, num_ranks: int, expecte
     ids=["1f1b", "interleaved1f1b", "tensor-parallel"],
 )
 def test_rows_judged_are_rows_expected_on_every_layout(arguments: tuple[str, ...], num_chunks: int, tmp_path: Path) -> None:
-    run = train(tmp_path, "--steps", "8", *arguments)
+    run = train_example(tmp_path, "--steps", "8", *arguments)
 
     assert_all_was_judged(run.run_dir, 8, 4, 8 * rows_a_step(num_chunks, 2))
     names = Counter(name for rank in range(4) for name in Spoken(run.run_dir, rank).of(3, "wgrad"))
     assert len(names) == NUM_PARAMETERS
     assert set(names.values()) == {2}
-    assert not anomalies(run.run_dir)
+    assert not anomalies_but_of_pace(run.run_dir)
 
 
 def test_a_rank_that_attaches_late_is_waited_for(tmp_path: Path) -> None:
-    run = train(tmp_path, "--steps", "6", "--attach-late-s", "3")
+    run = train_example(tmp_path, "--steps", "6", "--attach-late-s", "3")
 
     assert_all_was_judged(run.run_dir, 6, 4, 6 * rows_a_step(2, 2))
-    assert not anomalies(run.run_dir)
+    assert not anomalies_but_of_pace(run.run_dir)
 
 
 def test_rows_that_come_late_never_reopen_a_step(tmp_path: Path) -> None:
     """Rank 2's spool reaches the daemon when all is judged: a slow file system."""
     fault = {"module": "blocks.3.mlp.fc1", "dp_rank": 1, "micro_step": 1, "steps": [5]}
-    recorded = train(tmp_path / "recorded", "--steps", "9", is_judged=False, faults=[fault], config=EVERYTHING).run_dir
+    recorded = train_example(
+        tmp_path / "recorded", "--steps", "9", is_judged=False, faults=[fault], config=EVERYTHING
+    ).run_dir
     run_dir = tmp_path / "seen" / "run"
     run_dir.mkdir(parents=True, mode=0o700)
     for name in ("attempts", "control"):
@@ -122,9 +116,9 @@ def test_nobody_is_paged_in_500_healthy_steps_and_a_fault_after_them_is_found(tm
     healthy, num_steps = 500, 505
     fault = {"module": "blocks.2.attn.proj", "micro_step": 1, "steps": [healthy + 1]}
 
-    run = train(
+    run = train_example(
         tmp_path, "--steps", str(num_steps), "--pp", "1", "--micro-batches", "2",
-        num_ranks=1, faults=[fault], config=EVERYTHING,
+        num_ranks=1, faults=[fault], config={**EVERYTHING, "max_overhead": None},
     )  # fmt: skip
 
     assert [one.step for one in decisions(run.run_dir)] == list(range(num_steps))

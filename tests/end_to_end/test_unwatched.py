@@ -17,7 +17,7 @@ import pytest
 
 from sentinel.store.lock import RunLock
 
-from ..support.warm import interpreter
+from ..support.warm import cli, interpreter
 
 TRAIN = """
 import torch, sentinel
@@ -45,10 +45,10 @@ def run(home: Path, *arguments: str, mask: int = 0o022, environment: dict[str, s
                 assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
         os.umask(mask)
 
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(home.parent / "cache"), **(environment or {})}
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(home.parent / "cache"), "PYTHON_EXEC": interpreter(), **(environment or {})}
     with tempfile.NamedTemporaryFile("w+") as said:
         done = subprocess.run(
-            [sys.executable, "-m", "sentinel.cli", "run", "--dir", str(home), "--name", "it", *arguments],
+            [*cli(), "run", "--dir", str(home), "--name", "it", *arguments],
             stdout=subprocess.PIPE, stderr=said, text=True, timeout=120, preexec_fn=prepare, cwd=home.parent,
             env={**os.environ, "SAID": said.name, **own}, check=False,
         )  # fmt: skip
@@ -84,9 +84,7 @@ def test_serve_takes_what_attach_made_under_a_loose_umask(tmp_path: Path) -> Non
     environment = {**os.environ, "SENTINEL_DIR": str(tmp_path / "deep" / "runs"), "SENTINEL_RUN": "it"}
     subprocess.run([interpreter(), "-c", f"import os; os.umask(2)\n{TRAIN}"], check=True, timeout=120, env=environment)
     for one in (tmp_path / "deep" / "runs", tmp_path / "deep" / "runs" / "it"):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sentinel.cli", "serve", str(one), "--no-http"], stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen([*cli(), "serve", str(one), "--no-http"], stderr=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3)
         process.terminate()
@@ -184,7 +182,16 @@ def test_a_port_in_use_costs_the_port_alone(tmp_path: Path) -> None:
     assert "a free port is tried instead" in (tmp_path / "runs" / "it" / ".daemon" / "daemon.log").read_text()
 
 
-@pytest.mark.parametrize("body", ["raise RuntimeError('no')", "import sys; sys.exit(5)", "x = 1"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise RuntimeError('no')",
+        "import sys; sys.exit(5)",
+        "x = 1",
+        "import os; os._exit(5)",
+        "import ctypes; ctypes.string_at(0)",
+    ],
+)
 def test_a_broken_plug_in_is_named_and_harms_nobody_who_did_not_ask_for_it(body: str, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     info = packages / "plug-1.0.dist-info"

@@ -7,27 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.explain.cascade import MAX_ROWS, cascade_of
 from sentinel.explain.drawing import draw, rank_words, spans, way
+
+from ..support.anomalies import a_nan
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def anomaly(kind, name, rank, *, step=7, dp=1, pp=1, tp=1, stage=0, **fields):
-    """One of a layout numbered tp fastest, then dp, then pp."""
+def placed(kind, name, rank, *, step=7, dp=1, pp=1, tp=1, stage=0, **fields):
+    """A NaN of a layout numbered tp fastest, then dp, then pp."""
     place = {} if rank is None else {"dp": rank // tp % dp, "pp": stage, "tp": rank % tp}
     mates = tuple(range(stage * dp * tp, (stage + 1) * dp * tp))
-    fields = {
-        "micro_step": None, "call_id": None, "value": None, "value_text": "nan", "severity": Severity.CRITICAL,
-        "statistic": "nans", "depth": stage, "vpp_stage": 0, "group_mates": () if kind == "scalar" else mates,
-        "ranks": (rank,) if rank is not None else mates,
-    } | fields  # fmt: skip
-    return Anomaly(
-        id=anomaly_id("r", 0, step, fields["micro_step"], rank, f"{name}/{kind}/{fields['depth']}", "nan"),
-        run="r", attempt=0, rank=rank, step=step, pp_stage=stage, tag_name=name, kind=kind, rule="nan",
-        detector="AnomalyNan", place=place, dp_size=dp, pp_size=pp, tp_size=tp, **fields,
-    )  # fmt: skip
+    usual = {
+        "rank": rank, "ranks": (rank,) if rank is not None else mates, "group_mates": () if kind == "scalar" else mates,
+        "micro_step": None, "pp_stage": stage, "depth": stage, "place": place, "dp_size": dp, "pp_size": pp, "tp_size": tp,
+        "time": 0.0,
+    }  # fmt: skip
+    return a_nan(kind, name, step, **(usual | fields))
 
 
 def fault(dp, pp, tp, stage, lane, micro_step=1):
@@ -40,22 +37,22 @@ def fault(dp, pp, tp, stage, lane, micro_step=1):
     found = []
     for at in range(stage, pp):
         found += [
-            anomaly("activation", f"blocks.{at}", r, stage=at, micro_step=micro_step, call_id=9, communicates=True, **layout)
+            placed("activation", f"blocks.{at}", r, stage=at, micro_step=micro_step, call_id=9, communicates=True, **layout)
             for r in on(at, lane)
         ]
-    found.append(anomaly("scalar", "loss", None, **layout))
+    found.append(placed("scalar", "loss", None, **layout))
     for at in reversed(range(pp)):
         found += [
-            anomaly("dgrad", f"blocks.{at}", r, stage=at, micro_step=micro_step, call_id=19, **layout) for r in on(at, lane)
+            placed("dgrad", f"blocks.{at}", r, stage=at, micro_step=micro_step, call_id=19, **layout) for r in on(at, lane)
         ]
     for step, kind in ((7, "wgrad"), (7, "update"), (8, "param")):
         for at in range(pp):
             found += [
-                anomaly(kind, f"blocks.{at}.weight", r, step=step, stage=at, **layout)
+                placed(kind, f"blocks.{at}.weight", r, step=step, stage=at, **layout)
                 for replica in range(dp)
                 for r in on(at, replica)
             ]
-    found.append(anomaly("scalar", "grad_norm", None, **layout))
+    found.append(placed("scalar", "grad_norm", None, **layout))
     causes = [one for one in found if one.kind == "activation" and one.pp_stage == stage]
     return found, causes
 
@@ -104,7 +101,7 @@ def test_steps_that_look_alike_are_drawn_once_and_recurrences_are_told():
     members, causes = fault(2, 1, 1, 0, 0)
     first = [one for one in members if one.step == 7 and one.kind in ("activation", "dgrad")]
     again = [
-        anomaly(kind, "blocks.0", 0, step=step, dp=2, micro_step=1, call_id=9)
+        placed(kind, "blocks.0", 0, step=step, dp=2, micro_step=1, call_id=9)
         for step in (11, 15, 20, 21, 30)
         for kind in ("activation", "dgrad")
     ]
@@ -122,7 +119,7 @@ def test_interleaved_chunks_have_a_row_each():
     """Depths 0 and 2 lie on stage 0."""
     chunks = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
     members = [
-        anomaly("activation", f"m{at}", stage, pp=2, stage=stage, depth=at, vpp_stage=chunk, micro_step=0, call_id=at)
+        placed("activation", f"m{at}", stage, pp=2, stage=stage, depth=at, vpp_stage=chunk, micro_step=0, call_id=at)
         for at, stage, chunk in chunks
     ]
     cascade = cascade_of(members, members[:1])
@@ -134,7 +131,7 @@ def test_interleaved_chunks_have_a_row_each():
 
 
 def test_health_alone_is_not_drawn():
-    assert cascade_of([anomaly("health", "step", 0, value_text="", statistic="busy_s")], []) is None
+    assert cascade_of([placed("health", "step", 0, value_text="", statistic="busy_s")], []) is None
 
 
 @pytest.mark.parametrize(

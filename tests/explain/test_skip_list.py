@@ -14,15 +14,14 @@ from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
 
+from ..support.anomalies import an_incident
+
 pytestmark = pytest.mark.slow
 
 
-def incident(number: int, revision: int, **fields: object) -> Incident:
-    known: dict[str, object] = {
-        "id": f"i{number}", "revision": revision, "run": "r", "attempt": 0, "state": "open", "opened_step": 3,
-        "last_step": 3, "severity": Severity.CRITICAL, "title": "", "root": None,
-    } | fields  # fmt: skip
-    return Incident(**known)  # type: ignore[arg-type]
+def revised(number: int, revision: int, **fields: object) -> Incident:
+    usual = {"severity": Severity.CRITICAL, "opened_step": 3, "last_step": 3, "title": ""}
+    return an_incident(number, revision=revision, **(usual | fields))
 
 
 def write(folder: Path, *revisions: Incident, tail: bytes = b"") -> Path:
@@ -39,9 +38,9 @@ BATCH = {
 def test_newest_revision_of_each_incident_counts(tmp_path: Path) -> None:
     run = write(
         tmp_path,
-        incident(1, 1), incident(1, 2, **BATCH), incident(2, 1, suspected="batch", skip_steps=(50,)),
-        incident(2, 2, suspected="model"), incident(3, 1, **(BATCH | {"skip_steps": (60,), "state": "merged"})),
-        incident(4, 1, suspected="hardware"), tail=b'{"id": "torn',
+        revised(1, 1), revised(1, 2, **BATCH), revised(2, 1, suspected="batch", skip_steps=(50,)),
+        revised(2, 2, suspected="model"), revised(3, 1, **(BATCH | {"skip_steps": (60,), "state": "merged"})),
+        revised(4, 1, suspected="hardware"), tail=b'{"id": "torn',
     )  # fmt: skip
 
     skips = sentinel.skip_list(run)
@@ -62,8 +61,8 @@ def test_run_in_which_nothing_happened_has_an_empty_list(tmp_path: Path) -> None
 
 def test_stretches_and_the_ranks_that_had_a_part(tmp_path: Path) -> None:
     part = {"suspected": "batch", "skip_steps": (50, 52), "skip_ranks": (1, 3)}
-    whole = incident(1, 1, suspected="batch", skip_steps=(42, 41, 43))
-    skips = sentinel.skip_list(write(tmp_path, whole, incident(2, 1, **part)))
+    whole = revised(1, 1, suspected="batch", skip_steps=(42, 41, 43))
+    skips = sentinel.skip_list(write(tmp_path, whole, revised(2, 1, **part)))
 
     assert skips.ranges == ((41, 43), (50, 50), (52, 52))
     assert sorted(skips.of(3).steps) == [41, 42, 43, 50, 52]
@@ -72,7 +71,7 @@ def test_stretches_and_the_ranks_that_had_a_part(tmp_path: Path) -> None:
 
 
 def test_an_exported_list_is_read_again(tmp_path: Path) -> None:
-    run = write(tmp_path, incident(1, 1, **BATCH), incident(2, 1, **(BATCH | {"attempt": 1, "skip_steps": (90,)})))
+    run = write(tmp_path, revised(1, 1, **BATCH), revised(2, 1, **(BATCH | {"attempt": 1, "skip_steps": (90,)})))
     first = sentinel.skip_list(run)
     exported = tmp_path / "skips.jsonl"
     exported.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in first))
@@ -84,7 +83,7 @@ def test_an_exported_list_is_read_again(tmp_path: Path) -> None:
 
 
 def test_what_is_no_skip_list_is_said(tmp_path: Path) -> None:
-    run = write(tmp_path, incident(1, 1, **BATCH))
+    run = write(tmp_path, revised(1, 1, **BATCH))
     good = (run / "incidents.jsonl").read_bytes()
     (run / "incidents.jsonl").write_bytes(b"{broken}\n" + good + b'{"id": "torn')
     reported = sentinel.skip_list(run)
@@ -94,13 +93,13 @@ def test_what_is_no_skip_list_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"steps.csv:1: .*no line of it is understood"):
         sentinel.skip_list(run / "steps.csv")
     (tmp_path / "runs" / "one").mkdir(parents=True)
-    write(tmp_path / "runs" / "one", incident(1, 1, **BATCH))
+    write(tmp_path / "runs" / "one", revised(1, 1, **BATCH))
     with pytest.raises(ConfigError, match=r"holds runs: name one of 1, .*one"):
         sentinel.skip_list(tmp_path / "runs")
 
 
 def test_reading_it_needs_no_torch(tmp_path: Path) -> None:
-    run = write(tmp_path, incident(1, 1, **BATCH))
+    run = write(tmp_path, revised(1, 1, **BATCH))
     code = f"import sentinel, sys; print(sorted(sentinel.skip_list({str(run)!r}).steps), 'torch' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -109,7 +108,7 @@ def test_reading_it_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_export_writes_it_for_others(tmp_path: Path) -> None:
-    run = write(tmp_path, incident(1, 1, **BATCH))
+    run = write(tmp_path, revised(1, 1, **BATCH))
     (run / "spool").mkdir()
 
     command = [sys.executable, "-m", "sentinel.cli", "export", str(run), "--format", "skip-list", "--steps", "42:"]

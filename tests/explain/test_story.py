@@ -7,28 +7,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Severity, anomaly_id
 from sentinel.command import EnableMonitoring
 from sentinel.errors import ConfigError
-from sentinel.explain.story import SentAlert, story_of, tell
+from sentinel.explain.story import SentAlert, render, story_of
 from sentinel.incident import Incident
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker import IncidentTracker
 from sentinel.recorded_incidents import incident_revisions
 
+from ..support.anomalies import a_nan
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def anomaly(kind, name, step, **fields):
-    fields = {
-        "rank": 3, "micro_step": 1, "pp_stage": 1, "call_id": 57, "statistic": "nans", "rule": "nan-anywhere",
-        "detector": "AnomalyNan", "severity": Severity.CRITICAL, "value": None, "value_text": "nan", "depth": 1,
-        "place": {"dp": 1, "pp": 1}, "dp_size": 2, "pp_size": 2,
-    } | fields  # fmt: skip
-    return Anomaly(
-        id=anomaly_id("demo", 0, step, fields["micro_step"], fields["rank"], f"{name}/{kind}", fields["rule"]),
-        run="demo", attempt=0, step=step, vpp_stage=0, tag_name=name, kind=kind, message="", time=1e9 + step, **fields,
-    )  # fmt: skip
+def of_the_demo(kind, name, step, **fields):
+    usual = {
+        "run": "demo", "rank": 3, "micro_step": 1, "pp_stage": 1, "call_id": 57, "rule": "nan-anywhere", "depth": 1,
+        "place": {"dp": 1, "pp": 1}, "dp_size": 2, "pp_size": 2, "time": 1e9 + step,
+    }  # fmt: skip
+    given = usual | fields
+    identity = ("demo", 0, step, given["micro_step"], given["rank"], f"{name}/{kind}", given["rule"])
+    return a_nan(kind, name, step, id=anomaly_id(*identity), **given)
 
 
 def steps_of_a_fault():
@@ -36,16 +36,16 @@ def steps_of_a_fault():
     border = {"border": "block_output", "segment": "blocks.2"}
     merged = {"rank": None, "micro_step": None, "call_id": None, "place": {}, "ranks": (0, 1, 2, 3)}
     first = [
-        anomaly("activation", "blocks.2", 41, site_pos=10, **border),
-        anomaly("activation", "blocks.3", 41, site_pos=20, call_id=61, border="block_output", segment="blocks.3"),
-        anomaly("scalar", "loss", 41, **merged),
-        anomaly("dgrad", "blocks.2", 41, site_pos=10, call_id=70, border="block_output", segment="blocks.3"),
-        anomaly("dgrad", "blocks.0", 41, rank=1, pp_stage=0, depth=0, site_pos=4, call_id=33, place={"dp": 1, "pp": 0}),
-        *(anomaly("wgrad", f"blocks.{i}.mlp.fc1.weight", 41, depth=i // 2, pp_stage=i // 2, **merged) for i in range(4)),
+        of_the_demo("activation", "blocks.2", 41, site_pos=10, **border),
+        of_the_demo("activation", "blocks.3", 41, site_pos=20, call_id=61, border="block_output", segment="blocks.3"),
+        of_the_demo("scalar", "loss", 41, **merged),
+        of_the_demo("dgrad", "blocks.2", 41, site_pos=10, call_id=70, border="block_output", segment="blocks.3"),
+        of_the_demo("dgrad", "blocks.0", 41, rank=1, pp_stage=0, depth=0, site_pos=4, call_id=33, place={"dp": 1, "pp": 0}),
+        *(of_the_demo("wgrad", f"blocks.{i}.mlp.fc1.weight", 41, depth=i // 2, pp_stage=i // 2, **merged) for i in range(4)),
     ]
     again = [
-        anomaly("activation", "blocks.2.mlp.fc1", 45, site_pos=7, call_id=49, segment="blocks.2"),
-        anomaly("activation", "blocks.2.mlp.act", 45, site_pos=8, call_id=50, segment="blocks.2"),
+        of_the_demo("activation", "blocks.2.mlp.fc1", 45, site_pos=7, call_id=49, segment="blocks.2"),
+        of_the_demo("activation", "blocks.2.mlp.act", 45, site_pos=8, call_id=50, segment="blocks.2"),
     ]
     return {41: first, 45: again}
 
@@ -77,7 +77,7 @@ def alerts(run):
 
 
 def test_story_in_words(run):
-    text = tell(story_of(run, "latest", alerts(run)))
+    text = render(story_of(run, "latest", alerts(run)))
 
     golden = GOLDEN / "explain.txt"
     assert text + "\n" == golden.read_text()
@@ -90,7 +90,7 @@ def test_story_as_data(run):
     assert story.root.tag_name == "blocks.2"
     assert story.followed.num_anomalies == 10
     assert (len(story.commands), len(story.inside), len(story.alerts), story.num_missing) == (1, 2, 2, 0)
-    assert msgspec.json.decode(msgspec.json.encode(story.as_object()))["text"] == tell(story)
+    assert msgspec.json.decode(msgspec.json.encode(story.as_object()))["text"] == render(story)
 
 
 def test_a_story_survives_the_loss_of_its_records(run):
@@ -101,7 +101,7 @@ def test_a_story_survives_the_loss_of_its_records(run):
 
     assert story.root is None
     assert story.num_missing == 11
-    assert "its record is no longer there" in tell(story)
+    assert "its record is no longer there" in render(story)
 
 
 def test_merged_incidents_are_one_story(run):

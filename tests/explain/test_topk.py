@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.explain import anomaly_files as files_module
 from sentinel.explain.anomaly_files import anomaly_files
@@ -24,27 +24,25 @@ from sentinel.order.causes import leading_causes
 from sentinel.order.origin import origin
 from sentinel.order.position import observation_key
 
+from ..support.anomalies import an_excursion, an_incident
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def anomaly(number, step, **fields):
+def numbered(number, step, **fields):
     """One of a thousand."""
-    fields = {
-        "rank": number % 4, "micro_step": number % 2, "call_id": number % 97, "kind": "activation", "statistic": "norm",
-        "rule": "turbulence", "severity": Severity.INFO, "value": number / 7, "site_pos": number % 13,
-    } | fields  # fmt: skip
-    name = fields.pop("tag_name", f"blocks.{number % 13}")
-    return Anomaly(
-        id=anomaly_id("r", 0, step, number, fields["rank"], f"{name}/{fields['statistic']}", fields["rule"]),
-        run="r", attempt=0, step=step, pp_stage=0, vpp_stage=0, tag_name=name, detector="AnomalyTurbulence",
-        message="high", **fields,
-    )  # fmt: skip
+    usual = {
+        "rank": number % 4, "micro_step": number % 2, "call_id": number % 97, "site_pos": number % 13,
+        "severity": Severity.INFO, "value": number / 7, "baseline": None, "score": None, "message": "high", "time": 0.0,
+    }  # fmt: skip
+    name, kind = fields.pop("tag_name", f"blocks.{number % 13}"), fields.pop("kind", "activation")
+    return an_excursion(kind, name, step, **(usual | fields))
 
 
 def thousand(seed=0):
     rng = random.Random(seed)
     return [
-        anomaly(
+        numbered(
             number,
             rng.randrange(50),
             kind=rng.choice(["activation", "dgrad", "wgrad", "param"]),
@@ -228,7 +226,7 @@ def test_blank_lines_do_not_shift_what_is_read(tmp_path):
 
 
 def test_ends_of_episodes_are_no_anomalies(tmp_path):
-    onset = anomaly(1, 5)
+    onset = numbered(1, 5)
     end = msgspec.structs.replace(onset, id="e", step=1, event="end", onset_id=onset.id)
     note = msgspec.structs.replace(onset, id="t", step=0, event="truncated")
     write(tmp_path / "a.jsonl", [end, note, onset])
@@ -239,7 +237,7 @@ def test_ends_of_episodes_are_no_anomalies(tmp_path):
 
 
 def test_the_same_record_in_two_files_is_one(tmp_path):
-    write(tmp_path / "a.jsonl", [anomaly(1, 5), anomaly(2, 5)])
+    write(tmp_path / "a.jsonl", [numbered(1, 5), numbered(2, 5)])
     shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
 
     assert len(topk(tmp_path).entries) == 2
@@ -247,7 +245,7 @@ def test_the_same_record_in_two_files_is_one(tmp_path):
 
 def test_several_rules_on_one_tensor_are_all_kept(tmp_path):
     some = [
-        anomaly(1, 5, rule=rule, statistic=statistic) for rule in ("nan", "high") for statistic in ("min", "max", "norm")
+        numbered(1, 5, rule=rule, statistic=statistic) for rule in ("nan", "high") for statistic in ("min", "max", "norm")
     ]
     write(tmp_path / "a.jsonl", some)
 
@@ -261,7 +259,7 @@ def test_several_rules_on_one_tensor_are_all_kept(tmp_path):
 def logged(rank, rule, value, **fields):
     """What a rule says of the loss of one rank, or of all."""
     fields = {"severity": Severity.WARNING, "place": {} if rank is None else {"dp": rank // 2, "tp": rank % 2}} | fields
-    return anomaly(
+    return numbered(
         1, 5, kind="scalar", tag_name="loss", statistic="value", rule=rule, rank=rank, value=value, micro_step=None,
         call_id=None, dp_size=2, tp_size=2, **fields,
     )  # fmt: skip
@@ -271,7 +269,7 @@ def test_what_further_rules_say_of_a_loss_does_not_push_the_tensor_behind_it_out
     """Five records of one loss, three of its mean and two of a rank and its tensor-parallel peer, are two places."""
     mean = [logged(None, "spike", 9.0), *(logged(None, rule, 9.0, severity=Severity.INFO) for rule in ("jump", "drift"))]
     of_ranks = [logged(rank, "skew", 14.0, severity=Severity.INFO) for rank in (2, 3)]
-    gradient = anomaly(2, 5, kind="dgrad", severity=Severity.WARNING, call_id=None)
+    gradient = numbered(2, 5, kind="dgrad", severity=Severity.WARNING, call_id=None)
     write(tmp_path / "a.jsonl", [gradient, *of_ranks, *mean])
 
     found, everything = topk(tmp_path, 3), topk(tmp_path, 3, all_alike=True)
@@ -285,7 +283,7 @@ def test_what_further_rules_say_of_a_loss_does_not_push_the_tensor_behind_it_out
 def test_ranks_that_log_other_numbers_and_ranks_that_are_not_finite_keep_lines_of_their_own(tmp_path):
     apart = [logged(rank, "skew", 10.0 + rank) for rank in (2, 3)]
     bad = [logged(rank, "nan", None, value_text="nan", severity=Severity.CRITICAL) for rank in (0, 1)]
-    weight = [anomaly(rank, 5, kind="activation", rank=rank, tag_name="blocks.0", micro_step=0) for rank in (0, 1)]
+    weight = [numbered(rank, 5, kind="activation", rank=rank, tag_name="blocks.0", micro_step=0) for rank in (0, 1)]
     write(tmp_path / "a.jsonl", [*apart, *bad, *weight])
 
     assert set(ids(topk(tmp_path, 6))) == {a.id for a in (*apart, *bad, *weight)}
@@ -294,8 +292,8 @@ def test_ranks_that_log_other_numbers_and_ranks_that_are_not_finite_keep_lines_o
 
 def test_strict_json_always(tmp_path):
     """A bare NaN that somebody else wrote becomes null beside `value_text`, and what we write has none."""
-    strict = anomaly(1, 5, value=None, value_text="nan")
-    loose = msgspec.to_builtins(anomaly(2, 4)) | {"value": float("-inf"), "baseline": float("nan")}
+    strict = numbered(1, 5, value=None, value_text="nan")
+    loose = msgspec.to_builtins(numbered(2, 4)) | {"value": float("-inf"), "baseline": float("nan")}
     write(tmp_path / "a.jsonl", [strict], tail=json.dumps(loose).encode() + b"\n")
 
     found = topk(tmp_path)
@@ -396,7 +394,7 @@ def test_a_cut_msprobe_file_gives_what_is_whole(msprobe_run, cut):
 
 
 def test_ours_and_msprobes_mix(msprobe_run):
-    write(msprobe_run / "anomalies" / "000001.jsonl", [anomaly(1, -1)])
+    write(msprobe_run / "anomalies" / "000001.jsonl", [numbered(1, -1)])
 
     found = topk(msprobe_run)
 
@@ -426,25 +424,23 @@ def test_other_names_are_no_msprobe_tags():
     assert module_of("train/loss") == "train/loss"
 
 
-def incident(name, members, severity=Severity.WARNING, **fields):
-    fields = {"state": "open", "nature": "finite", "num_members": len(members), **fields}
-    return Incident(
-        id=name, revision=1, run="r", attempt=0, opened_step=0, last_step=0, severity=severity, title=name, root=None,
-        members=tuple(one.id for one in members), **fields,
-    )  # fmt: skip
+def joining(name, members, severity=Severity.WARNING, **fields):
+    """An incident of these anomalies."""
+    given = {"id": name, "title": name, "nature": "finite", "num_members": len(members)} | fields
+    return an_incident(severity=severity, members=tuple(one.id for one in members), **given)
 
 
 def test_notes_and_ill_timing_stand_behind_causes_unless_all_are_asked_for(tmp_path):
-    timing = [anomaly(n, 2, kind="health", rule="slow-rank", severity=Severity.CRITICAL) for n in range(3)]
-    notes = [anomaly(10 + n, 3) for n in range(3)]
-    causes = [anomaly(20 + n, 7 + n, severity=Severity.WARNING) for n in range(3)]
-    led = anomaly(30, 6)  # a note, but of an incident that became grave
+    timing = [numbered(n, 2, kind="health", rule="slow-rank", severity=Severity.CRITICAL) for n in range(3)]
+    notes = [numbered(10 + n, 3) for n in range(3)]
+    causes = [numbered(20 + n, 7 + n, severity=Severity.WARNING) for n in range(3)]
+    led = numbered(30, 6)  # a note, but of an incident that became grave
     write(tmp_path / "anomalies" / "0.jsonl", [*timing, *notes, *causes, led])
     write(
         tmp_path / "incidents.jsonl",
         [
-            incident("i1", timing, Severity.CRITICAL, nature="liveness"), incident("i2", notes, Severity.INFO),
-            incident("i3", [led, *causes]), incident("i4", notes[2:], Severity.INFO, state="merged", merged_into="i2"),
+            joining("i1", timing, Severity.CRITICAL, nature="liveness"), joining("i2", notes, Severity.INFO),
+            joining("i3", [led, *causes]), joining("i4", notes[2:], Severity.INFO, state="merged", merged_into="i2"),
         ],
     )  # fmt: skip
 
@@ -460,9 +456,9 @@ def test_notes_and_ill_timing_stand_behind_causes_unless_all_are_asked_for(tmp_p
 
 
 def test_an_incident_has_one_count_everywhere(tmp_path):
-    members = [anomaly(n, 3, severity=Severity.WARNING) for n in range(5)]
+    members = [numbered(n, 3, severity=Severity.WARNING) for n in range(5)]
     write(tmp_path / "anomalies" / "0.jsonl", members)
-    write(tmp_path / "incidents.jsonl", [incident("i1", members, num_members=505)])
+    write(tmp_path / "incidents.jsonl", [joining("i1", members, num_members=505)])
 
     found = topk(tmp_path, 3, incident="i1")
 

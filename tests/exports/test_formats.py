@@ -19,29 +19,15 @@ from sentinel.cli.main import run_cli
 from sentinel.exports import targets, tensorboard
 from sentinel.exports.msprobe_csv import spots_of
 from sentinel.exports.msprobe_format import squashed, tag_of
-from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.merge import ClosedStep
-from sentinel.ingest.steps import StepAssembler
 from sentinel.messages import TensorInfo
 from sentinel.moments import Moments
 from sentinel.record import STATISTICS
-from sentinel.testing import Nan, SyntheticRun
+from sentinel.testing import Nan
+
+from ..support.closed_steps import closed_steps
+from ..support.serving import small_run
 
 pytestmark = pytest.mark.slow
-
-
-def synthetic(directory: Path, **options: Any) -> SyntheticRun:
-    return SyntheticRun(directory, **{"pp": 2, "dp": 2, "layers": 4, "d_model": 16, "elements": 8, **options})
-
-
-def received(run_dir: Path) -> list[ClosedStep]:
-    follower = RunFollower(run_dir)
-    assembler = StepAssembler(run_dir.name, late_after_steps=0, late_after_s=0.0)
-    views: list[ClosedStep] = []
-    while records := follower.poll(final=True):
-        assembler.take(records, 0.0)
-        views += assembler.close(0.0, follower.behind)
-    return [*views, *assembler.finish(0.0)]
 
 
 def export(run: Path, form: str, output: Path, *arguments: str, code: int = 0) -> Path:
@@ -67,7 +53,7 @@ def lines_of(directory: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def test_msprobe_csv_has_its_files_and_columns(tmp_path: Path) -> None:
-    synthetic(tmp_path / "run", per_micro_step=True).write(3)
+    small_run(tmp_path / "run", per_micro_step=True).write(3)
 
     out = export(tmp_path / "run", "msprobe-csv", tmp_path / "out")
 
@@ -92,8 +78,8 @@ def test_msprobe_csv_has_its_files_and_columns(tmp_path: Path) -> None:
 
 
 def test_msprobe_csv_has_each_ranks_own_numbers_with_all_digits(tmp_path: Path) -> None:
-    synthetic(tmp_path / "run", dp=1).write(1)
-    (view,) = received(tmp_path / "run")
+    small_run(tmp_path / "run", dp=1).write(1)
+    (view,) = closed_steps(tmp_path / "run")
 
     found = lines_of(export(tmp_path / "run", "msprobe-csv", tmp_path / "out"))
 
@@ -135,7 +121,7 @@ def test_defect_20_a_small_mean_is_not_written_as_zero(tmp_path: Path, capsys: p
 
 
 def test_steps_of_a_file_are_as_many_as_asked(tmp_path: Path) -> None:
-    synthetic(tmp_path / "run", pp=1, dp=1).write(5)
+    small_run(tmp_path / "run", pp=1, dp=1).write(5)
 
     arguments = ["--steps-per-file", "3", "--kind", "wgrad,param"]
     found = lines_of(export(tmp_path / "run", "msprobe-csv", tmp_path / "out", *arguments))
@@ -147,7 +133,7 @@ def test_steps_of_a_file_are_as_many_as_asked(tmp_path: Path) -> None:
 
 
 def test_a_nan_is_written_as_msprobe_does(tmp_path: Path) -> None:
-    run = synthetic(tmp_path / "run", pp=1, dp=1)
+    run = small_run(tmp_path / "run", pp=1, dp=1)
     run.plant(Nan(step=1, module="layers.1")).write(2)
 
     found = lines_of(export(tmp_path / "run", "msprobe-csv", tmp_path / "out", "--kind", "activation"))
@@ -158,7 +144,7 @@ def test_a_nan_is_written_as_msprobe_does(tmp_path: Path) -> None:
 
 
 def test_our_own_run_comes_back_from_msprobe_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", per_micro_step=True, pp=2, dp=2).write(3)
+    small_run(tmp_path / "run", per_micro_step=True, pp=2, dp=2).write(3)
     kinds = ["--kind", "param,wgrad,activation,dgrad", "--json"]
     export(tmp_path / "run", "msprobe-csv", tmp_path / "csv")
 
@@ -224,7 +210,7 @@ def scalars_of(directory: Path) -> dict[tuple[str, str, int], float]:
 
 
 def test_tensorboard_reads_msprobes_tags(tmp_path: Path) -> None:
-    synthetic(tmp_path / "run", per_micro_step=True).write(2)
+    small_run(tmp_path / "run", per_micro_step=True).write(2)
     table = lines_of(export(tmp_path / "run", "msprobe-csv", tmp_path / "csv"))
 
     found = scalars_of(export(tmp_path / "run", "tensorboard", tmp_path / "tb"))
@@ -243,8 +229,8 @@ def test_tensorboard_reads_msprobes_tags(tmp_path: Path) -> None:
 
 
 def test_tensorboard_of_groups_and_of_logged_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", layers=2).write(3)
-    (first, *_) = received(tmp_path / "run")
+    small_run(tmp_path / "run", layers=2).write(3)
+    (first, *_) = closed_steps(tmp_path / "run")
 
     layers = ["--aggregate", "layer{}=layers.{}.*", "--kind", "wgrad"]
     groups = export(tmp_path / "run", "tensorboard", tmp_path / "groups", *layers)
@@ -262,7 +248,7 @@ def test_tensorboard_of_groups_and_of_logged_values(tmp_path: Path, capsys: pyte
 
 
 def test_what_is_undefined_is_no_point_and_a_nan_is_one(tmp_path: Path) -> None:
-    run = synthetic(tmp_path / "run", pp=1, dp=1)
+    run = small_run(tmp_path / "run", pp=1, dp=1)
     run.plant(Nan(step=1, module="layers.1")).write(2)
 
     found = scalars_of(export(tmp_path / "run", "tensorboard", tmp_path / "tb", "--kind", "activation"))
@@ -274,7 +260,7 @@ def test_what_is_undefined_is_no_point_and_a_nan_is_one(tmp_path: Path) -> None:
 def test_without_tensorboard_the_error_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synthetic(tmp_path / "run", layers=2).write(1)
+    small_run(tmp_path / "run", layers=2).write(1)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
 
     export(tmp_path / "run", "tensorboard", tmp_path / "tb", code=2)
@@ -296,7 +282,7 @@ def test_events_of_many_values_are_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranked", [[], ["--per-rank"]])
 def test_parquet_says_what_json_lines_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranked: list[str]) -> None:
-    run = synthetic(tmp_path / "run", per_micro_step=bool(ranked))
+    run = small_run(tmp_path / "run", per_micro_step=bool(ranked))
     run.plant(Nan(step=1, module="layers.1")).write(3)
     assert run_cli(["export", str(tmp_path / "run"), "--json", *ranked]) == 0
     expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -315,7 +301,7 @@ def test_parquet_columns_are_typed_and_row_groups_bounded(tmp_path: Path, monkey
     import sentinel.exports.parquet as parquet
 
     monkeypatch.setattr(parquet.ParquetTable.__init__, "__defaults__", (100,))
-    synthetic(tmp_path / "run").write(4)
+    small_run(tmp_path / "run").write(4)
 
     file = pq.ParquetFile(export(tmp_path / "run", "parquet", tmp_path / "run.parquet"))
 
@@ -343,7 +329,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", ALL)
 def test_several_processes_write_the_same_bytes(tmp_path: Path, form: str) -> None:
-    synthetic(tmp_path / "run", per_micro_step=True).write(7)
+    small_run(tmp_path / "run", per_micro_step=True).write(7)
 
     alone = contents(export(tmp_path / "run", form, tmp_path / "alone"))
     together = contents(export(tmp_path / "run", form, tmp_path / "together", "--jobs", "3"))
@@ -356,7 +342,7 @@ def test_several_processes_write_the_same_bytes(tmp_path: Path, form: str) -> No
 
 @pytest.mark.parametrize("form", ALL)
 def test_a_resumed_run_is_joined(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", layers=2, pp=1, dp=1)
+    run = small_run(tmp_path / "run", layers=2, pp=1, dp=1)
     run.write(4)
     run.restart(2, attempt=1)
     run.write(4)
@@ -376,7 +362,7 @@ def test_a_resumed_run_is_joined(tmp_path: Path, form: str, capsys: pytest.Captu
 def test_a_full_disk_is_said_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str, jobs: str
 ) -> None:
-    synthetic(tmp_path / "run", layers=2, pp=1, dp=1).write(3)
+    small_run(tmp_path / "run", layers=2, pp=1, dp=1).write(3)
     num_taken = 0
     for sink in (targets.FileTarget, targets.ParquetTarget, targets.DirectoryTarget):
         true = sink.take
@@ -400,7 +386,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 def test_an_interrupted_export_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    synthetic(tmp_path / "run", layers=2, pp=1, dp=1).write(3)
+    small_run(tmp_path / "run", layers=2, pp=1, dp=1).write(3)
 
     def interrupted(self: Any, num_steps: int, share: Any) -> None:
         raise KeyboardInterrupt
@@ -438,7 +424,7 @@ def test_an_interrupted_export_leaves_nothing(
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str) -> None:
-    synthetic(tmp_path / "run", layers=2, pp=1, dp=1).write(1)
+    small_run(tmp_path / "run", layers=2, pp=1, dp=1).write(1)
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "held").write_text("x")
     (tmp_path / "file").write_text("x")
@@ -453,8 +439,8 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_time_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", layers=2, pp=1, dp=1, step_time_s=10.0).write(6)
-    times = {view.step: view.time for view in received(tmp_path / "run")}
+    small_run(tmp_path / "run", layers=2, pp=1, dp=1, step_time_s=10.0).write(6)
+    times = {view.step: view.time for view in closed_steps(tmp_path / "run")}
 
     def steps(*arguments: str) -> set[int]:
         capsys.readouterr()
@@ -483,7 +469,7 @@ def test_a_run_that_was_not_resumed_is_read_once(tmp_path: Path, monkeypatch: py
         return true(self)
 
     monkeypatch.setattr(RecordedRun, "views", views)
-    run = synthetic(tmp_path / "run", layers=2, pp=1, dp=1)
+    run = small_run(tmp_path / "run", layers=2, pp=1, dp=1)
     run.write(3)
     export(tmp_path / "run", "csv", tmp_path / "a.csv")
     assert len(passes) == 1
@@ -494,7 +480,7 @@ def test_a_run_that_was_not_resumed_is_read_once(tmp_path: Path, monkeypatch: py
 
 
 def test_a_torn_spool_is_said_and_what_is_whole_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = synthetic(tmp_path / "run", layers=2, pp=1, dp=1)
+    run = small_run(tmp_path / "run", layers=2, pp=1, dp=1)
     run.write(3)
     run.kill(0)
 
@@ -506,8 +492,8 @@ def test_a_torn_spool_is_said_and_what_is_whole_is_there(tmp_path: Path, capsys:
 
 
 def test_per_rank_rows_are_those_that_were_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", per_micro_step=True).write(1)
-    (view,) = received(tmp_path / "run")
+    small_run(tmp_path / "run", per_micro_step=True).write(1)
+    (view,) = closed_steps(tmp_path / "run")
 
     assert run_cli(["export", str(tmp_path / "run"), "--per-rank", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -534,7 +520,7 @@ def test_names_are_squashed_where_they_stay_different(tmp_path: Path, capsys: py
 def test_the_bar_is_on_a_terminal_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synthetic(tmp_path / "run", layers=2, pp=1, dp=1).write(40)
+    small_run(tmp_path / "run", layers=2, pp=1, dp=1).write(40)
     export(tmp_path / "run", "csv", tmp_path / "a.csv")
     assert "%" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -550,7 +536,7 @@ def test_the_bar_is_on_a_terminal_alone(
 
 
 def judged(tmp_path: Path, **options: Any) -> Path:
-    run = synthetic(tmp_path / "run", per_micro_step=True, **options)
+    run = small_run(tmp_path / "run", per_micro_step=True, **options)
     run.plant(Nan(step=4, module="layers.1")).write(8)
     run_cli(["replay", str(tmp_path / "run"), "--recompute", "--rules", "msprobe", "-o", str(tmp_path / "run")])
     return tmp_path / "run"
@@ -626,7 +612,7 @@ def test_topk_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_unjudged_run_has_no_anomalies_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    synthetic(tmp_path / "run", layers=2).write(1)
+    small_run(tmp_path / "run", layers=2).write(1)
 
     export(tmp_path / "run", "msprobe", tmp_path / "out", code=1)
 

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity
+from sentinel.anomaly import Anomaly
 from sentinel.exports.msprobe_anomalies import MsprobeAnomalies
 
-
-def anomaly(**given: Any) -> Anomaly:
-    fields: dict[str, Any] = {
-        "id": "0", "run": "r", "attempt": 0, "rank": 3, "step": 7, "micro_step": 1, "pp_stage": 2, "vpp_stage": 1,
-        "call_id": 9, "tag_name": "layers.0.fc", "kind": "activation", "statistic": "norm", "rule": "x",
-        "detector": "AnomalyTurbulence",
-        "severity": Severity.WARNING, "value": 1.5, "baseline": 0.5,
-    }  # fmt: skip
-    return Anomaly(**{**fields, **given})
+from ..support.anomalies import an_excursion
 
 
-def written(tmp_path: Path, *anomalies: Anomaly, **options: Any) -> dict[str, dict[str, Any]]:
+def of_stage_2(**given: Any) -> Anomaly:
+    place = {"rank": 3, "micro_step": 1, "pp_stage": 2, "vpp_stage": 1, "call_id": 9}
+    values = {"value": 1.5, "baseline": 0.5, "score": None}
+    name, kind = given.pop("tag_name", "layers.0.fc"), given.pop("kind", "activation")
+    return an_excursion(kind, name, 7, **(place | values | given))
+
+
+def entries(tmp_path: Path, *anomalies: Anomaly, **options: Any) -> dict[str, dict[str, Any]]:
     files = MsprobeAnomalies(tmp_path, **options)
     for one in anomalies:
         files.add(one)
@@ -47,13 +46,13 @@ def written(tmp_path: Path, *anomalies: Anomaly, **options: Any) -> dict[str, di
     ],
 )
 def test_keys(tmp_path: Path, given: dict[str, Any], key: str) -> None:
-    assert list(written(tmp_path, anomaly(**given))) == [key]
+    assert list(entries(tmp_path, of_stage_2(**given))) == [key]
 
 
 def test_names_are_those_of_the_ranks_csv_files(tmp_path: Path) -> None:
     names = {(3, "activation", "layers.4.fc"): "layers.0.fc.output_0", (3, "param", "w"): "w"}
 
-    found = written(tmp_path, anomaly(tag_name="layers.4.fc"), anomaly(tag_name="w", kind="param"), names=names)
+    found = entries(tmp_path, of_stage_2(tag_name="layers.4.fc"), of_stage_2(tag_name="w", kind="param"), names=names)
 
     assert list(found) == [
         "1:layers.0.fc.output_0:1/rank3/actv_step_7_call_9", "1:w/rank3/param_origin_step_7_call_9",
@@ -65,12 +64,12 @@ def test_names_are_those_of_the_ranks_csv_files(tmp_path: Path) -> None:
 def test_what_msprobe_has_no_tensor_for_is_not_written(
     kind: str, name: str, names: dict[tuple[int, str, str], str] | None, tmp_path: Path
 ) -> None:
-    assert not MsprobeAnomalies(tmp_path, names).add(anomaly(kind=kind, tag_name=name))
+    assert not MsprobeAnomalies(tmp_path, names).add(of_stage_2(kind=kind, tag_name=name))
     assert not list(tmp_path.rglob("*.json"))
 
 
 def test_defect_1_three_alarms_on_one_tensor_are_three_records(tmp_path: Path) -> None:
-    found = written(tmp_path, *(anomaly(statistic=statistic) for statistic in ("min", "max", "norm")))
+    found = entries(tmp_path, *(of_stage_2(statistic=statistic) for statistic in ("min", "max", "norm")))
 
     assert [key.rpartition("call_")[2] for key in found] == ["9", "9_2", "9_3"]
     assert [re.findall(r"'(\w+)'\)", one["message"]) for one in found.values()] == [["min"], ["max"], ["norm"]]
@@ -88,7 +87,7 @@ def test_defect_1_three_alarms_on_one_tensor_are_three_records(tmp_path: Path) -
     ],
 )
 def test_messages_are_in_its_words(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    (found,) = written(tmp_path, anomaly(**given)).values()
+    (found,) = entries(tmp_path, of_stage_2(**given)).values()
 
     expected = "Rule AnomalyTurbulence reports anomaly signal in " + message.format(tag=found["tag_name"])
     assert found["message"] == expected

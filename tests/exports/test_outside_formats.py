@@ -24,7 +24,7 @@ class Steps:
         with setting.open_run(request.paths) as recorded, setting.stdout() as out:
             steps = [view.step for view, _ in recorded.views() if request.steps[0] <= view.step <= request.steps[1]]
             out.write("".join(f"{step}\\n" for step in steps).encode())
-        setting.say("that was all")
+        setting.to_stderr("that was all")
         return Written(num_rows=len(steps), num_steps=len(steps))
 """
 
@@ -68,7 +68,22 @@ def test_it_refuses_what_it_does_not_take_in_its_own_words(tmp_path: Path, run: 
         ("import no_such_module", "cannot be loaded: ModuleNotFoundError"),
         ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
         ("class Steps:\n    def __init__(self): 1 / 0", "cannot be made: ZeroDivisionError"),
+        ("import os; os._exit(3)", "cannot be loaded: its import ends the process that imports it, with exit code 3"),
         ("class Steps: name = 'steps'", "is no export format: it has no goes_to and no options and no takes and no write"),
+        (
+            STEPS.replace('"text"', '"screen"'),
+            "is no export format: goes_to must be one of text, file, directory, got",
+        ),
+        (
+            STEPS.replace('frozenset({"times"})', '["times"]'),
+            "is no export format: options must be a set of aggregate,",
+        ),
+        (
+            STEPS.replace("self, request, setting", "self, request"),
+            "is no export format: write(request, setting) is",
+        ),
+        (STEPS.replace("return Written", "Written"), "failed: write() gave NoneType, expected a sentinel.exports.request"),
+        (STEPS.replace("steps = [", "steps = request.step + ["), "failed: AttributeError: 'ExportRequest' object has no"),
     ],
 )
 def test_one_that_is_broken_is_named_and_only_where_it_is_asked_for(tmp_path: Path, run: Path, body: str, says: str) -> None:
@@ -76,6 +91,19 @@ def test_one_that_is_broken_is_named_and_only_where_it_is_asked_for(tmp_path: Pa
 
     where = 'entry point "steps" of sentinel.exports (steps_format:Steps, package "steps-format")'
     assert named.returncode == 2 and f"{where} {says}" in named.stderr
+
+
+def test_the_place_in_a_format_that_failed_is_named(tmp_path: Path, run: Path) -> None:
+    failed = exported(tmp_path, STEPS.replace("steps = [", "steps = request.step + ["), str(run), "--format", "steps")
+
+    assert f"({tmp_path / 'packages' / 'steps_format.py'}:12)" in failed.stderr
+
+
+def test_a_format_that_leaves_no_file_is_not_believed(tmp_path: Path, run: Path) -> None:
+    output = tmp_path / "steps.txt"
+    failed = exported(tmp_path, STEPS, str(run), "--format", "steps", "-o", str(output))
+
+    assert failed.returncode == 2 and f"it says that it wrote 4 rows, and {output} is not there" in failed.stderr
 
 
 def test_a_broken_one_harms_nobody_else_and_no_name_of_ours_is_taken(tmp_path: Path, run: Path) -> None:

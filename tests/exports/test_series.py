@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import threading
@@ -15,40 +16,25 @@ from starlette.testclient import TestClient
 
 from sentinel.cli.main import run_cli
 from sentinel.daemon import series_api
-from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
-from sentinel.daemon.http.console import UnknownRun
-from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.daemon_api import UnknownRun
+from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.tokens import Tokens
 from sentinel.daemon.series_api import Busy, SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import FORGET_S, ServedRun
 from sentinel.errors import ConfigError
 from sentinel.exports.series import RECENT_LAYOUTS, RecentSteps
 from sentinel.ingest.merge import ClosedStep
-from sentinel.judge.packs import RulePacks
 from sentinel.judge.recorded import RecordedRun
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
-NOW = 1_800_000_000.0
+from ..support.serving import catch_up, served, small_run
+
 TOKENS = Tokens(read="r" * 20, control="c" * 20)
 
-
-def synthetic(directory: Path, **options: Any) -> SyntheticRun:
-    return SyntheticRun(directory, **{"pp": 2, "dp": 2, "layers": 12, "d_model": 16, "elements": 8, **options})
-
-
-def served(run_dir: Path) -> ServedRun:
-    run_dir.chmod(0o700)
-    packs = RulePacks([])
-    packs.load()
-    return ServedRun(RunPaths.of(run_dir), DaemonConfig(), packs)
-
-
-def catch_up(run: ServedRun) -> None:
-    while run.turn(NOW):
-        pass
+deep_run = functools.partial(small_run, layers=12)
 
 
 def ask(run: ServedRun, **parameters: str | list[str]) -> dict[str, Any]:
@@ -72,7 +58,7 @@ def exported(capsys: pytest.CaptureFixture[str], run_dir: Path, statistic: str, 
 
 @pytest.fixture
 def source(tmp_path: Path) -> SyntheticRun:
-    return synthetic(tmp_path / "run")
+    return deep_run(tmp_path / "run")
 
 
 @pytest.fixture
@@ -301,7 +287,7 @@ def test_memory_of_recent_steps_is_bounded_and_is_what_it_says(source: Synthetic
 def test_a_run_whose_layout_ever_changes_keeps_few_layouts(tmp_path: Path) -> None:
     recent = RecentSteps()
     for at in range(10):
-        synthetic(tmp_path / str(at), layers=2, pp=1).write(2)
+        deep_run(tmp_path / str(at), layers=2, pp=1).write(2)
         with RecordedRun(RunPaths.of(tmp_path / str(at))) as recorded:
             for view, _ in recorded.views():
                 recent.add(view)

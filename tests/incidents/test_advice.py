@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.incidents.diagnosis.advice import advice
 from sentinel.incidents.diagnosis.claim import Diagnosis
 from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.tracker import IncidentTracker
 
+from ..support.anomalies import an_excursion
 
-def anomaly(kind: str, name: str, statistic: str, detector: str, *, rank: int | None = None, message: str = "") -> Anomaly:
-    identity = anomaly_id("r", 0, 40, None, rank, f"{name}/{statistic}", detector)
-    return Anomaly(
-        id=identity, run="r", attempt=0, rank=rank, ranks=(0, 1) if rank is None else (rank,), step=40, micro_step=None,
-        pp_stage=0, vpp_stage=0, call_id=None, tag_name=name, kind=kind, statistic=statistic, rule=detector.lower(),
-        detector=detector, severity=Severity.CRITICAL, value=9.0, baseline=1.0, score=2.0, message=message, time=40.0,
+
+def of_detector(kind: str, name: str, statistic: str, detector: str, **fields: Any) -> Anomaly:
+    return an_excursion(
+        kind, name, 40, statistic=statistic, detector=detector, rule=detector.lower(), severity=Severity.CRITICAL,
+        **({"ranks": (0, 1)} | fields),
     )  # fmt: skip
 
 
 def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None:
-    stopped = anomaly("health", "heartbeat", "stopped_s", "StaleRank", rank=1, message="rank 1 is stopped")
+    stopped = of_detector("health", "heartbeat", "stopped_s", "StaleRank", rank=1, message="rank 1 is stopped")
 
     (incident,) = IncidentTracker().update(40, [stopped])
 
@@ -42,7 +44,8 @@ def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None
 )
 def test_a_router_that_collapsed_is_not_mended_by_a_lower_learning_rate(kind: str, name: str, is_router: bool) -> None:
     evidence = Evidence(opened=40, is_liveness=False)
-    evidence.join([anomaly(kind, name, "norm", "ExplodingTensor"), anomaly("scalar", "loss", "value", "LossSpike")], None)
+    exploded = of_detector(kind, name, "norm", "ExplodingTensor")
+    evidence.join([exploded, of_detector("scalar", "loss", "value", "LossSpike")], None)
 
     text = advice(evidence, Diagnosis(suspected="model"))
 

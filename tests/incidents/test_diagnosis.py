@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.incident import Incident
 from sentinel.incidents.diagnosis.step_facts import (
     Divergence,
@@ -24,24 +24,20 @@ from sentinel.incidents.diagnosis.step_facts import (
 from sentinel.incidents.tracker import IncidentTracker
 from sentinel.run_end import RunEnd
 
+from ..support.anomalies import an_excursion
+
 DP = 4
 LANES = {rank: rank for rank in range(DP)}
 WELL = Upstream(num_measured=12, num_blocks=2)
 
 
-def anomaly(kind: str, name: str, step: int, **fields: object) -> Anomaly:
+def on_all_replicas(kind: str, name: str, step: int, **fields: object) -> Anomaly:
     """A finite excursion that all replicas share, unless said."""
-    known: dict[str, object] = {
-        "run": "r", "attempt": 0, "rank": None, "ranks": tuple(range(DP)), "micro_step": None, "pp_stage": 0,
-        "vpp_stage": 0, "call_id": None, "statistic": "norm", "rule": "turbulence", "detector": "AnomalyTurbulence",
-        "severity": Severity.WARNING, "value": 9.0, "baseline": 1.0, "score": 2.0, "dp_size": DP, "time": float(step),
-    } | fields  # fmt: skip
-    identity = ("r", 0, step, known["micro_step"], known["rank"], f"{name}/{kind}/{known['statistic']}")
-    return Anomaly(id=anomaly_id(*identity, known["rule"]), tag_name=name, kind=kind, step=step, **known)  # type: ignore[arg-type]
+    return an_excursion(kind, name, step, **({"ranks": tuple(range(DP)), "dp_size": DP} | fields))
 
 
 def loss(step: int, **fields: object) -> Anomaly:
-    return anomaly(
+    return on_all_replicas(
         "scalar", "loss", step,
         **({"rule": "loss-spike", "detector": "LossSpike", "statistic": "value", "severity": Severity.CRITICAL} | fields),
     )  # fmt: skip
@@ -54,11 +50,11 @@ def nan(name: str, step: int, lane: int = 1, **fields: object) -> Anomaly:
         "rule": "non-finite", "detector": "AnomalyNan", "severity": Severity.CRITICAL, "micro_step": 0, "call_id": 5,
         "segment": name.rpartition(".")[0], "dtype": "float32", "site_pos": 9,
     } | fields  # fmt: skip
-    return anomaly("activation", name, step, **known)
+    return on_all_replicas("activation", name, step, **known)
 
 
 def diverged(step: int, **fields: object) -> Anomaly:
-    return anomaly(
+    return on_all_replicas(
         "param", "layers.1.mlp.weight", step,
         **(
             {"statistic": "checksum", "rule": "replica-divergence", "detector": "ReplicaDivergence", "rank": 2, "value": 1.0,
@@ -168,7 +164,7 @@ def test_aftermath_of_a_batch_fades_and_what_the_model_does_stays(
     norms: tuple[float, ...], suspected: str, skipped: tuple[int, ...]
 ) -> None:
     run = Run()
-    spike = anomaly(
+    spike = on_all_replicas(
         "scalar", "grad_norm", 30, rule="grad-norm-spike", detector="GradNormSpike", statistic="value", value=norms[0]
     )
     for at, norm in enumerate(norms * 2 if suspected == "model" else norms):
@@ -206,7 +202,7 @@ def test_a_jump_of_the_learning_rate_explains_what_follows() -> None:
 def test_what_a_raised_rate_brings_later_is_one_incident_until_it_is_put_back() -> None:
     run, raised = Run(), {"rates": {"lr": 0.1}}
     run.take(**raised)
-    first = anomaly("activation", "layers.2", 31, value=148.5, baseline=57.4, severity=Severity.CRITICAL)
+    first = on_all_replicas("activation", "layers.2", 31, value=148.5, baseline=57.4, severity=Severity.CRITICAL)
     run.take(first, **raised)
     for _ in range(20):
         run.take(going=(first,), **raised)
@@ -430,7 +426,7 @@ def test_infinities_of_bfloat16_are_not() -> None:
 
 def test_loss_scale_that_keeps_falling_is_precision() -> None:
     run = Run(loss_scale=65536.0)
-    spike = anomaly("wgrad", "layers.0.weight", 30)
+    spike = on_all_replicas("wgrad", "layers.0.weight", 30)
     run.take(spike, loss_scale=32768.0)
     for scale in (16384.0, 8192.0, 4096.0, 2048.0):
         run.take(going=(spike,), loss_scale=scale)
@@ -441,7 +437,7 @@ def test_loss_scale_that_keeps_falling_is_precision() -> None:
 def test_share_of_overflow_says_nothing_where_nobody_trains_in_that_format() -> None:
     for has_narrow, suspected in ((True, "precision"), (False, "model")):
         run = Run(has_narrow=has_narrow)
-        share = anomaly("precision", "fc1.fp16_overflow", 30, detector="PrecisionLoss", severity=Severity.INFO)
+        share = on_all_replicas("precision", "fc1.fp16_overflow", 30, detector="PrecisionLoss", severity=Severity.INFO)
         spike = loss(30)
         run.take(share, spike)
         for _ in range(4):
@@ -452,7 +448,7 @@ def test_share_of_overflow_says_nothing_where_nobody_trains_in_that_format() -> 
 
 def test_slow_rank_is_never_called_hardware() -> None:
     run = Run()
-    run.take(anomaly("health", "step", 30, rank=3, detector="SlowRank", rule="slow-rank", message="rank 3 is slow"))
+    run.take(on_all_replicas("health", "step", 30, rank=3, detector="SlowRank", rule="slow-rank", message="rank 3 is slow"))
     run.well(30)
 
     assert run.ever == {"unknown"}
@@ -512,7 +508,7 @@ def test_nothing_is_said_anew_while_nothing_changes() -> None:
 
 def test_verdicts_survive_a_snapshot_and_any_order() -> None:
     rng = random.Random(5)
-    spread = [anomaly("activation", f"layers.{i}", 30) for i in range(6)]
+    spread = [on_all_replicas("activation", f"layers.{i}", 30) for i in range(6)]
     plans: list[list[Anomaly]] = [[loss(30), *spread], [], [], [nan("layers.2.mlp", 33)], []]
 
     def judged(restart: bool, shuffle: bool) -> list[bytes]:
@@ -584,7 +580,7 @@ def test_an_infinity_is_not_called_a_square_root() -> None:
 def test_weights_that_finite_gradients_made_no_numbers_are_the_update() -> None:
     for gradients, number, suspected in ((40, 64.0, "program"), (0, 64.0, "unknown"), (40, 1.0, "unknown")):
         run = Run(num_gradients=gradients)
-        bad = anomaly(
+        bad = on_all_replicas(
             "param", "layers.1.weight", 30, rank=0, statistic="nans", value=number, rule="non-finite", detector="AnomalyNan",
             severity=Severity.CRITICAL,
         )  # fmt: skip
@@ -597,8 +593,8 @@ def test_weights_that_finite_gradients_made_no_numbers_are_the_update() -> None:
 
 def test_a_loss_that_is_back_at_once_was_its_batch_however_long_the_optimizer_remembers() -> None:
     run = Run()
-    spike, gradient = loss(30, value=16.0, baseline=0.0014), anomaly("wgrad", "layers.1.weight", 30)
-    state = anomaly("exp_avg_sq", "layers.1.weight", 30)
+    spike, gradient = loss(30, value=16.0, baseline=0.0014), on_all_replicas("wgrad", "layers.1.weight", 30)
+    state = on_all_replicas("exp_avg_sq", "layers.1.weight", 30)
     for at in range(20):
         value = 0.0014 if at else 16.0
         run.take(*((spike, gradient, state) if not at else ()), going=(gradient, state), results={"loss": value})
@@ -609,8 +605,8 @@ def test_a_loss_that_is_back_at_once_was_its_batch_however_long_the_optimizer_re
 
 def test_gradients_of_a_young_run_alone_are_no_batch_to_skip() -> None:
     run = Run(results={"loss": 5.0})
-    wide = [anomaly("wgrad", f"layers.{at}.weight", 30, value=2.2) for at in range(8)]
-    run.take(*wide, anomaly("scalar", "grad_norm", 30, value=2.3))
+    wide = [on_all_replicas("wgrad", f"layers.{at}.weight", 30, value=2.2) for at in range(8)]
+    run.take(*wide, on_all_replicas("scalar", "grad_norm", 30, value=2.3))
     found = run.well()
 
     assert (found.suspected, found.skip_steps) == ("unknown", ())
@@ -687,7 +683,7 @@ def test_an_output_out_of_nothing_is_neither_the_batch_nor_a_machine(
 ) -> None:
     run = Run(**facts)  # type: ignore[arg-type]
     size = int(facts.get("dp", DP))  # type: ignore[call-overload]
-    out = anomaly("activation", "layers.2.mlp", 30, value=1e8, baseline=40.0, depth=0, site_pos=9, dp_size=size)
+    out = on_all_replicas("activation", "layers.2.mlp", 30, value=1e8, baseline=40.0, depth=0, site_pos=9, dp_size=size)
     run.take(out, loss(30, dp_size=size), outliers={"layers.2.mlp": outlier(**fields)})
     run.well(6)
 
@@ -698,7 +694,7 @@ def test_an_output_out_of_nothing_is_neither_the_batch_nor_a_machine(
 
 def test_an_output_of_nothing_but_zeros_is_the_model_once_it_stays() -> None:
     run = Run(dp=1)
-    out = anomaly("activation", "layers.2.mlp", 30, value=0.0, baseline=40.0, depth=0, site_pos=9, dp_size=1)
+    out = on_all_replicas("activation", "layers.2.mlp", 30, value=0.0, baseline=40.0, depth=0, site_pos=9, dp_size=1)
     run.take(out, outliers={"layers.2.mlp": outlier(value=0.0, usual=0.0, is_alone=False, lane=0, rank=0)})
     for _ in range(6):
         run.take(going=(out,))
@@ -746,7 +742,7 @@ def test_whole_rows_that_went_bad_once_are_the_data(border: str) -> None:
 
 def test_what_is_made_of_the_data_first_tells_of_the_data() -> None:
     run = Run(dp=1)
-    run.take(anomaly("activation", "stem", 30, dp_size=1, depth=0, border="block_input", value=5.0))
+    run.take(on_all_replicas("activation", "stem", 30, dp_size=1, depth=0, border="block_input", value=5.0))
     found = run.well()
 
     assert (found.suspected, found.skip_steps) == ("batch", (30,))
@@ -790,7 +786,7 @@ def test_one_replica_that_keeps_moving_while_its_forward_is_like_the_others_read
 def test_gradients_of_a_narrow_type_that_are_zero_together_are_precision() -> None:
     for dtype, number, suspected in (("float16", 4, "precision"), ("float32", 4, "unknown"), ("float16", 1, "unknown")):
         run = Run()
-        zero = [anomaly("wgrad", f"layers.{at}.weight", 30, value=0.0, dtype=dtype) for at in range(number)]
+        zero = [on_all_replicas("wgrad", f"layers.{at}.weight", 30, value=0.0, dtype=dtype) for at in range(number)]
         run.take(*zero)
         run.take(going=tuple(zero))
         run.take(going=tuple(zero))
@@ -801,7 +797,7 @@ def test_gradients_of_a_narrow_type_that_are_zero_together_are_precision() -> No
 def test_optimizer_state_that_falls_faster_than_a_mean_can_was_lost() -> None:
     for value, suspected in ((0.1, "model"), (0.8, "unknown")):
         run = Run()
-        run.take(*(anomaly("exp_avg_sq", f"layers.{at}.weight", 30, value=value) for at in range(3)))
+        run.take(*(on_all_replicas("exp_avg_sq", f"layers.{at}.weight", 30, value=value) for at in range(3)))
 
         assert run.well(3).suspected == suspected
     assert Run().tracker.open_incidents == []
@@ -822,7 +818,7 @@ def test_each_verdict_says_what_to_do() -> None:
 
 
 def test_a_rank_that_is_gone_is_not_called_late_nor_looked_into_with_a_debugger() -> None:
-    gone = anomaly(
+    gone = on_all_replicas(
         "health", "run", 40, statistic="ended", rule="run-ended", detector="RunEnded", rank=1, ranks=(1,), value=None,
         message="rank 1 was killed",
     )  # fmt: skip

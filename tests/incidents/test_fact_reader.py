@@ -18,7 +18,7 @@ from sentinel.judge.judge import Judge
 from sentinel.messages import EndStep
 from sentinel.record import ROW_DTYPE, Kind
 from sentinel.rules.language.loader import load_pack
-from sentinel.rules.watches.facts import moved_ranks
+from sentinel.rules.watches.anomaly_records import moved_ranks
 from sentinel.step_view import RankStep
 from sentinel.testing import Nan, SyntheticRun
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident, IncidentAct
 from sentinel.incidents.peers import IncidentConfig
@@ -13,35 +13,34 @@ from sentinel.incidents.tracker import IncidentTracker
 from sentinel.report.alert import RouteConfig, change_of
 from sentinel.run_end import RunEnd
 
+from ..support.anomalies import an_excursion
+
 INFO, WARNING, CRITICAL = Severity.INFO, Severity.WARNING, Severity.CRITICAL
 
 
-def anomaly(kind: str, name: str, step: int, severity: Severity = WARNING, **fields: object) -> Anomaly:
-    defaults = {
-        "run": "r", "attempt": 0, "rank": None, "micro_step": None, "pp_stage": 0, "vpp_stage": 0, "call_id": None,
-        "statistic": "norm", "rule": "turbulent-norm", "detector": "AnomalyTurbulence", "value": 2.0, "baseline": 1.0,
-    } | fields  # fmt: skip
-    rank = defaults["rank"]
-    own = anomaly_id("r", 0, step, None, rank, f"{kind}/{name}/{defaults['value']}", str(defaults["rule"]))  # type: ignore[arg-type]
-    return Anomaly(id=own, tag_name=name, kind=kind, step=step, severity=severity, **defaults)  # type: ignore[arg-type]
+def turbulent(kind: str, name: str, step: int, severity: Severity = WARNING, **fields: object) -> Anomaly:
+    usual = {"rule": "turbulent-norm", "value": 2.0, "score": None, "time": 0.0}
+    return an_excursion(kind, name, step, severity=severity, **(usual | fields))
 
 
 def slow(rank: int, step: int, busy_s: float, severity: Severity = WARNING, usual_s: float = 0.03) -> Anomaly:
-    return anomaly(
+    return turbulent(
         "health", "step", step, severity, rank=rank, ranks=(rank,), statistic="busy_s", rule="slow-rank",
         detector="SlowRank", value=busy_s, baseline=usual_s, message=f"rank {rank} works {busy_s} s",
     )  # fmt: skip
 
 
 def silent(rank: int, step: int) -> Anomaly:
-    return anomaly(
+    return turbulent(
         "health", "heartbeat", step, CRITICAL, rank=rank, ranks=(rank,), statistic="silent_s", rule="stale-rank",
         detector="StaleRank", value=30.0, baseline=30.0, message=f"rank {rank} is silent",
     )  # fmt: skip
 
 
 def loss(step: int, value: float, severity: Severity = CRITICAL) -> Anomaly:
-    return anomaly("scalar", "loss", step, severity, statistic="value", rule="loss-spike", detector="LossSpike", value=value)
+    return turbulent(
+        "scalar", "loss", step, severity, statistic="value", rule="loss-spike", detector="LossSpike", value=value
+    )
 
 
 class Notified:
@@ -160,10 +159,10 @@ def test_ill_timing_and_ill_numbers_never_share_an_incident() -> None:
 
 def test_a_note_does_not_take_in_other_tensors_and_grow_grave_by_them() -> None:
     notified = Notified()
-    notified.step(26, anomaly("wgrad", "blocks.0.fc.weight", 26, INFO))
+    notified.step(26, turbulent("wgrad", "blocks.0.fc.weight", 26, INFO))
     for step in (36, 38, 40):
-        notified.step(step, anomaly("activation", "blocks.5.attn", step, INFO))
-    notified.step(42, anomaly("activation", "blocks.5.attn", 42, WARNING))
+        notified.step(step, turbulent("activation", "blocks.5.attn", step, INFO))
+    notified.step(42, turbulent("activation", "blocks.5.attn", 42, WARNING))
 
     assert [(step, change) for step, change, _ in notified.messages] == [(42, "opened")]
     (first,) = [one for one in notified.tracker.open_incidents if one.opened_step == 26]
@@ -173,9 +172,9 @@ def test_a_note_does_not_take_in_other_tensors_and_grow_grave_by_them() -> None:
 def test_what_follows_of_a_spike_in_the_next_steps_is_not_told_again() -> None:
     notified = Notified()
     notified.step(41, loss(41, 9.0))
-    notified.step(42, anomaly("wgrad", "blocks.0.fc.weight", 42), anomaly("exp_avg", "blocks.0.fc.weight", 42))
-    notified.step(44, anomaly("param", "blocks.0.fc.weight", 44))
-    notified.step(55, anomaly("exp_avg_sq", "blocks.0.fc.weight", 55))
+    notified.step(42, turbulent("wgrad", "blocks.0.fc.weight", 42), turbulent("exp_avg", "blocks.0.fc.weight", 42))
+    notified.step(44, turbulent("param", "blocks.0.fc.weight", 44))
+    notified.step(55, turbulent("exp_avg_sq", "blocks.0.fc.weight", 55))
 
     assert [change for _, change, _ in notified.messages] == ["opened"]
 
@@ -183,7 +182,7 @@ def test_what_follows_of_a_spike_in_the_next_steps_is_not_told_again() -> None:
 def test_a_skipped_step_carries_nothing_on() -> None:
     notified = Notified()
     notified.step(41, loss(41, 9.0), is_skipped=True)
-    notified.step(42, anomaly("activation", "blocks.7", 42))
+    notified.step(42, turbulent("activation", "blocks.7", 42))
 
     assert [change for _, change, _ in notified.messages] == ["opened", "opened"]
 
@@ -193,8 +192,8 @@ def test_an_old_incident_explains_of_its_step_only_what_a_path_leads_to() -> Non
     early = {"rank": 0, "micro_step": 0, "call_id": 3, "depth": 0, "site_pos": 1, "place": {"dp": 0}, "dp_size": 2}
     other = early | {"rank": 1, "place": {"dp": 1}}
     for step in range(41, 71, 5):
-        notified.step(step, anomaly("activation", "blocks.1", step, **early))
-    notified.step(71, anomaly("activation", "blocks.1", 71, **early), anomaly("activation", "blocks.4", 71, **other))
+        notified.step(step, turbulent("activation", "blocks.1", step, **early))
+    notified.step(71, turbulent("activation", "blocks.1", 71, **early), turbulent("activation", "blocks.4", 71, **other))
 
     assert [(step, change) for step, change, _ in notified.messages] == [(41, "opened"), (71, "opened")]
 
@@ -202,8 +201,8 @@ def test_an_old_incident_explains_of_its_step_only_what_a_path_leads_to() -> Non
 def test_one_ranks_deviation_is_not_explained_by_anothers() -> None:
     notified = Notified()
     skew = {"rule": "rank-skew", "detector": "RankSkew", "statistic": "value"}
-    notified.step(41, anomaly("scalar", "loss", 41, rank=1, ranks=(1,), **skew))
-    notified.step(43, anomaly("scalar", "loss", 43, rank=3, ranks=(3,), **skew))
+    notified.step(41, turbulent("scalar", "loss", 41, rank=1, ranks=(1,), **skew))
+    notified.step(43, turbulent("scalar", "loss", 43, rank=3, ranks=(3,), **skew))
 
     assert [change for _, change, _ in notified.messages] == ["opened", "opened"]
 
@@ -211,8 +210,8 @@ def test_one_ranks_deviation_is_not_explained_by_anothers() -> None:
 def test_a_mask_of_minus_infinity_explains_no_nan() -> None:
     notified = Notified()
     bad = {"rule": "non-finite", "detector": "AnomalyNan", "value": None, "baseline": None, "rank": 0, "micro_step": 0}
-    mask = anomaly("activation", "attn.scores", 41, INFO, statistic="infs", value_text="-inf", **bad)
-    nan = anomaly("activation", "attn.out", 42, CRITICAL, statistic="nans", value_text="nan", **bad)
+    mask = turbulent("activation", "attn.scores", 41, INFO, statistic="infs", value_text="-inf", **bad)
+    nan = turbulent("activation", "attn.out", 42, CRITICAL, statistic="nans", value_text="nan", **bad)
     notified.step(41, mask)
     notified.step(42, nan)
 

@@ -7,23 +7,18 @@ import random
 import msgspec
 import pytest
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker import IncidentTracker
 
+from ..support.anomalies import a_nan
 
-def anomaly(kind="activation", name="blocks.2", step=41, **fields):
+
+def on_rank_3(kind="activation", name="blocks.2", step=41, **fields):
     """A NaN on rank 3, micro_step 1, unless said."""
-    fields = {
-        "run": "r", "attempt": 0, "rank": 3, "micro_step": 1, "pp_stage": 0, "vpp_stage": 0, "call_id": 7,
-        "statistic": "nans", "rule": "nan", "detector": "AnomalyNan", "severity": Severity.CRITICAL, "value": None,
-        "value_text": "nan", "message": "", "time": float(step),
-    } | fields  # fmt: skip
-    identity = (fields["run"], fields["attempt"], step, fields["micro_step"], fields["rank"], f"{name}/{kind}")
-    own_id = fields.pop("id", None) or anomaly_id(*identity, fields["rule"])
-    return Anomaly(id=own_id, tag_name=name, kind=kind, step=step, **fields)
+    return a_nan(kind, name, step, **({"rank": 3, "micro_step": 1, "call_id": 7} | fields))
 
 
 def finite(kind="wgrad", name="blocks.0.fc.weight", step=41, **fields):
@@ -32,7 +27,7 @@ def finite(kind="wgrad", name="blocks.0.fc.weight", step=41, **fields):
         "rank": None, "ranks": (0, 1), "micro_step": None, "call_id": None, "statistic": "norm", "rule": "turbulence",
         "detector": "AnomalyTurbulence", "severity": Severity.INFO, "value": 9.0, "baseline": 1.0, "value_text": "",
     }  # fmt: skip
-    return anomaly(kind, name, step, **(defaults | fields))
+    return on_rank_3(kind, name, step, **(defaults | fields))
 
 
 def loss_spike(step=41, **fields):
@@ -49,8 +44,8 @@ def without_episodes(**fields):
 
 def test_title_says_what_where_and_when():
     tracker = without_episodes()
-    born = anomaly(name="blocks.2.mlp.fc1", site_pos=4, segment="blocks.2")
-    later = anomaly("dgrad", "blocks.1", site_pos=9)
+    born = on_rank_3(name="blocks.2.mlp.fc1", site_pos=4, segment="blocks.2")
+    later = on_rank_3("dgrad", "blocks.1", site_pos=9)
 
     (incident,) = tracker.update(41, [later, born])
 
@@ -65,18 +60,20 @@ def test_title_says_what_where_and_when():
     ("root", "title"),
     [
         (
-            anomaly(border="block_output", segment="blocks.2"),
+            on_rank_3(border="block_output", segment="blocks.2"),
             "NaN born in segment blocks.2 (forward) on rank 3, micro_step 1, step 41",
         ),
         (
-            anomaly("wgrad", "fc.weight", rank=None, micro_step=None, value_text="inf"),
+            on_rank_3("wgrad", "fc.weight", rank=None, micro_step=None, value_text="inf"),
             "inf born in the gradient of fc.weight at step 41",
         ),
-        (anomaly("scalar", "loss", rank=None, micro_step=None), "NaN born in loss at step 41"),
+        (on_rank_3("scalar", "loss", rank=None, micro_step=None), "NaN born in loss at step 41"),
         (loss_spike(), "loss-spike: loss 9 against 1 at step 41"),
         (finite(), "turbulence: norm of blocks.0.fc.weight (wgrad) 9 against 1 at step 41"),
         (
-            anomaly("health", "rank 5", rule="stale-rank", detector="StaleRank", value_text="", message="rank 5 is silent"),
+            on_rank_3(
+                "health", "rank 5", rule="stale-rank", detector="StaleRank", value_text="", message="rank 5 is silent"
+            ),
             "rank 5 is silent",
         ),
     ],
@@ -104,7 +101,7 @@ def test_a_lone_excursion_never_explains_what_is_graver():
     (lone,) = tracker.update(40, [finite(step=40)])
 
     (spike,) = tracker.update(41, [loss_spike()])
-    (nan,) = tracker.update(52, [anomaly(step=52)])
+    (nan,) = tracker.update(52, [on_rank_3(step=52)])
 
     assert len({lone.id, spike.id, nan.id}) == 3
     assert not lone.paged
@@ -121,12 +118,12 @@ def test_a_series_makes_its_own_incident_graver_while_it_lasts():
 
 def test_weights_made_nan_by_global_clipping_join_the_incident():
     tracker = without_episodes()
-    born = anomaly("wgrad", "blocks.1.weight", rank=None, micro_step=None, value_text="inf", site_pos=5)
-    norm = anomaly("scalar", "grad_norm", rank=None, micro_step=None, value_text="inf")
+    born = on_rank_3("wgrad", "blocks.1.weight", rank=None, micro_step=None, value_text="inf", site_pos=5)
+    norm = on_rank_3("scalar", "grad_norm", rank=None, micro_step=None, value_text="inf")
     (opened,) = tracker.update(41, [norm, born])
 
-    everything = [anomaly("param", f"blocks.{i}.weight", 42, micro_step=None) for i in range(4)]
-    everything += [anomaly("activation", f"blocks.{i}", 42, site_pos=i, rank=r) for i in range(4) for r in range(2)]
+    everything = [on_rank_3("param", f"blocks.{i}.weight", 42, micro_step=None) for i in range(4)]
+    everything += [on_rank_3("activation", f"blocks.{i}", 42, site_pos=i, rank=r) for i in range(4) for r in range(2)]
     (grown,) = tracker.update(42, everything)
 
     assert grown.id == opened.id
@@ -136,18 +133,18 @@ def test_weights_made_nan_by_global_clipping_join_the_incident():
 
 def test_a_nan_elsewhere_after_a_skipped_step_is_another_incident():
     tracker = without_episodes()
-    (first,) = tracker.update(41, [anomaly(segment="blocks.2")], is_skipped=True)
+    (first,) = tracker.update(41, [on_rank_3(segment="blocks.2")], is_skipped=True)
 
-    (second,) = tracker.update(42, [anomaly(name="blocks.7", segment="blocks.7", step=42, rank=1)], is_skipped=True)
+    (second,) = tracker.update(42, [on_rank_3(name="blocks.7", segment="blocks.7", step=42, rank=1)], is_skipped=True)
 
     assert first.id != second.id
 
 
 def test_a_recurrence_seen_from_inside_refines_the_root_and_keeps_its_id():
     tracker = without_episodes()
-    border = anomaly(border="block_output", segment="blocks.2", site_pos=6)
+    border = on_rank_3(border="block_output", segment="blocks.2", site_pos=6)
     (opened,) = tracker.update(41, [border], is_skipped=True)
-    inside = anomaly(name="blocks.2.mlp.fc1", segment="blocks.2", step=45, site_pos=4, call_id=5)
+    inside = on_rank_3(name="blocks.2.mlp.fc1", segment="blocks.2", step=45, site_pos=4, call_id=5)
 
     (refined,) = tracker.update(45, [msgspec.structs.replace(border, id="again", step=45), inside], is_skipped=True)
 
@@ -160,8 +157,8 @@ def test_a_recurrence_seen_from_inside_refines_the_root_and_keeps_its_id():
 
 def test_a_rank_hidden_by_an_exchange_is_named_when_modules_are_seen():
     group = {"segment": "blocks.2", "tp_size": 2}
-    borders = [anomaly(border="block_output", rank=r, place={"tp": r}, site_pos=6, **group) for r in range(2)]
-    inside = anomaly(name="blocks.2.mlp.fc1", rank=1, place={"tp": 1}, site_pos=4, step=45, **group)
+    borders = [on_rank_3(border="block_output", rank=r, place={"tp": r}, site_pos=6, **group) for r in range(2)]
+    inside = on_rank_3(name="blocks.2.mlp.fc1", rank=1, place={"tp": 1}, site_pos=4, step=45, **group)
     tracker = without_episodes()
 
     (opened,) = tracker.update(41, borders, is_skipped=True)
@@ -175,7 +172,7 @@ def test_an_explosion_that_overflows_stays_one_incident():
     tracker = without_episodes()
     (opened,) = tracker.update(41, [loss_spike()])
 
-    (grown,) = tracker.update(42, [anomaly(step=42, value_text="inf", segment="blocks.2")])
+    (grown,) = tracker.update(42, [on_rank_3(step=42, value_text="inf", segment="blocks.2")])
 
     assert grown.id == opened.id
     assert grown.title.startswith("loss-spike: loss 9 against 1 at step 41; then inf born in blocks.2")
@@ -183,10 +180,10 @@ def test_an_explosion_that_overflows_stays_one_incident():
 
 def test_two_open_incidents_that_turn_out_to_be_one_are_merged():
     tracker = without_episodes()
-    (first,) = tracker.update(41, [anomaly(segment="blocks.2", border="block_output")], is_skipped=True)
-    (second,) = tracker.update(45, [anomaly(name="blocks.7", segment="blocks.7", step=45)])
+    (first,) = tracker.update(41, [on_rank_3(segment="blocks.2", border="block_output")], is_skipped=True)
+    (second,) = tracker.update(45, [on_rank_3(name="blocks.7", segment="blocks.7", step=45)])
 
-    connecting = anomaly(name="blocks.2.fc", segment="blocks.2", step=46)
+    connecting = on_rank_3(name="blocks.2.fc", segment="blocks.2", step=46)
     merged, kept = sorted(tracker.update(46, [connecting]), key=lambda i: i.state)
 
     assert (merged.id, merged.state, merged.merged_into) == (second.id, "merged", first.id)
@@ -196,7 +193,7 @@ def test_two_open_incidents_that_turn_out_to_be_one_are_merged():
 
 def test_resolves_when_quiet():
     tracker = without_episodes(quiet_steps=3)
-    tracker.update(41, [anomaly()])
+    tracker.update(41, [on_rank_3()])
 
     assert [tracker.update(step, []) for step in (42, 43)] == [[], []]
     (closed,) = tracker.update(44, [])
@@ -207,7 +204,7 @@ def test_resolves_when_quiet():
 
 def test_stays_open_while_an_episode_lasts():
     tracker = IncidentTracker(IncidentConfig(quiet_steps=3))
-    onset = anomaly()
+    onset = on_rank_3()
     tracker.update(41, [onset])
 
     assert [tracker.update(step, []) for step in range(42, 80)] == [[]] * 38
@@ -228,9 +225,9 @@ def test_a_level_shift_settles():
 
 def test_a_new_attempt_closes_what_was_open():
     tracker = without_episodes()
-    (opened,) = tracker.update(41, [anomaly()])
+    (opened,) = tracker.update(41, [on_rank_3()])
 
-    closed, again = tracker.update(41, [anomaly(attempt=1)], attempt=1)
+    closed, again = tracker.update(41, [on_rank_3(attempt=1)], attempt=1)
 
     assert (closed.id, closed.state) == (opened.id, "ended")
     assert (again.attempt, again.state) == (1, "open")
@@ -239,10 +236,10 @@ def test_a_new_attempt_closes_what_was_open():
 
 def test_a_root_that_came_late_is_told_instead():
     tracker = without_episodes()
-    root = anomaly(site_pos=9, segment="blocks.2")
+    root = on_rank_3(site_pos=9, segment="blocks.2")
     (opened,) = tracker.update(41, [root])
     tracker.update(42, [])
-    early = anomaly(name="blocks.1", site_pos=2, segment="blocks.1", call_id=3)
+    early = on_rank_3(name="blocks.1", site_pos=2, segment="blocks.1", call_id=3)
 
     (grown,) = tracker.update(41, [early])
 
@@ -253,18 +250,18 @@ def test_a_root_that_came_late_is_told_instead():
 
 def test_blindness_is_an_incident_of_its_own():
     tracker = without_episodes()
-    stale = anomaly("health", "rank 5", rule="stale-rank", detector="StaleRank", value_text="", message="rank 5 is silent")
+    stale = on_rank_3("health", "rank 5", rule="stale-rank", detector="StaleRank", value_text="", message="rank 5 is silent")
 
-    incidents = tracker.update(41, [stale, anomaly()])
+    incidents = tracker.update(41, [stale, on_rank_3()])
 
     assert len(incidents) == 2
 
 
 def test_truncated_records_count():
     tracker = without_episodes()
-    note = anomaly(name="*", event="truncated", count=500, id="t")
+    note = on_rank_3(name="*", event="truncated", count=500, id="t")
 
-    (incident,) = tracker.update(41, [anomaly(), note])
+    (incident,) = tracker.update(41, [on_rank_3(), note])
 
     assert incident.num_members == 501
 
@@ -278,7 +275,7 @@ def story(seed):
         if rng.random() < 0.3:
             for _ in range(rng.randrange(1, 6)):
                 name = f"blocks.{rng.randrange(6)}"
-                make = rng.choice([anomaly, finite, loss_spike])
+                make = rng.choice([on_rank_3, finite, loss_spike])
                 found.append(make(step=step) if make is loss_spike else make(name=name, step=step, segment=name))
         found = list({a.id: a for a in found}.values())
         if onsets and rng.random() < 0.3:
@@ -328,7 +325,7 @@ def storm(step, rank=5, **fields):
     fields = {
         "rule": "nan-storm", "detector": "NanStorm", "statistic": "value", "micro_step": None, "call_id": None, "rank": rank,
     } | fields  # fmt: skip
-    return anomaly("scalar", "loss", step, **fields)
+    return on_rank_3("scalar", "loss", step, **fields)
 
 
 REPLICAS = {"dp_size": 2, "place": {"dp": 1}}
@@ -337,7 +334,7 @@ REPLICAS = {"dp_size": 2, "place": {"dp": 1}}
 def test_what_follows_of_an_episode_that_goes_on_opens_nothing():
     """The rows of the step show the cause; its episode began ten steps ago, and has no record in this one."""
     tracker = IncidentTracker()
-    root = anomaly("activation", "blocks.2", 41, segment="blocks.2", border="block_output", **REPLICAS)
+    root = on_rank_3("activation", "blocks.2", 41, segment="blocks.2", border="block_output", **REPLICAS)
     (opened,) = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
     for step in range(42, 51):
         tracker.update(step, [], facts=StepFacts())
@@ -351,14 +348,14 @@ def test_what_follows_of_an_episode_that_goes_on_opens_nothing():
 @pytest.mark.parametrize(
     ("other", "ongoing"),
     [
-        (anomaly("activation", "blocks.0", 51, rank=0, segment="blocks.0", dp_size=2, place={"dp": 0}), True),
+        (on_rank_3("activation", "blocks.0", 51, rank=0, segment="blocks.0", dp_size=2, place={"dp": 0}), True),
         (storm(51, rank=1, dp_size=2, place={"dp": 0}), True),
         (storm(51, **REPLICAS), False),
     ],
 )
 def test_what_an_episode_cannot_have_made_is_an_incident_of_its_own(other, ongoing):
     tracker = IncidentTracker()
-    root = anomaly("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
+    root = on_rank_3("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
     tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
     for step in range(42, 51):
         tracker.update(step, [], facts=StepFacts())
@@ -371,7 +368,7 @@ def test_what_an_episode_cannot_have_made_is_an_incident_of_its_own(other, ongoi
 def test_a_consequence_stays_one_after_a_restart():
     def notified(restart):
         tracker = IncidentTracker()
-        root = anomaly("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
+        root = on_rank_3("activation", "blocks.2", 41, segment="blocks.2", **REPLICAS)
         found = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
         if restart:
             state = tracker.snapshot()
@@ -397,7 +394,7 @@ def test_a_value_seen_while_a_rank_was_not_heard_is_not_called_born_there():
 def test_an_incident_that_goes_on_without_a_new_anomaly_says_until_when():
     """A NaN at steps 41 and 51 is one episode and one anomaly: the incident spans both all the same."""
     tracker = IncidentTracker()
-    root = anomaly("activation", "blocks.2", 41, segment="blocks.2", border="block_output", **REPLICAS)
+    root = on_rank_3("activation", "blocks.2", 41, segment="blocks.2", border="block_output", **REPLICAS)
     (opened,) = tracker.update(41, [root], is_skipped=True, facts=StepFacts(ongoing=frozenset({root.id})))
     for step in range(42, 120):
         facts = StepFacts(ongoing=frozenset({root.id}) if step == 51 else frozenset())

@@ -63,6 +63,7 @@ def make_view(layout: ModelLayout, rng: np.random.Generator, step: int) -> Close
     return ClosedStep(run="made", attempt=0, step=step, layout=layout, parts=parts)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.prepare_digest is None, reason="the C library was not built")
 def test_c_and_numpy_make_the_same_of_a_step():
     layout, rng = make_layout(), np.random.default_rng(3)

@@ -13,7 +13,7 @@ from sentinel.decision import RankFacts
 from sentinel.ingest.ends import Ends, run_end
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.memory_kills import MemoryKills
-from sentinel.ingest.processes import GONE, LIVES, STOPPED, UNSEEN, ProcessTable, Seen, status_words
+from sentinel.ingest.processes import GONE, RUNNING, STOPPED, UNSEEN, ProcessTable, Seen, status_words
 from sentinel.ingest.witnesses import Witnesses
 from sentinel.messages import Descriptor
 from sentinel.process import ProcessId, own_process
@@ -147,7 +147,7 @@ def table(tmp_path: Path, *, state: str = "R", start: int = 5000, status: int = 
 
 
 @pytest.mark.parametrize(
-    ("state", "seen"), [("R", LIVES), ("S", LIVES), ("D", LIVES), ("T", STOPPED), ("t", STOPPED), ("Z", GONE)]
+    ("state", "seen"), [("R", RUNNING), ("S", RUNNING), ("D", RUNNING), ("T", STOPPED), ("t", STOPPED), ("Z", GONE)]
 )
 def test_the_state_of_a_process_is_read(tmp_path: Path, state: str, seen: str) -> None:
     assert table(tmp_path, state=state).look(RANK).state == seen
@@ -218,7 +218,7 @@ class Lives:
         (tmp_path / "vmstat").write_text("oom_kill 0\n")
         self.memory = MemoryKills(tmp_path, tmp_path)
         witnesses = Witnesses(lambda: self.incarnations, lambda incarnation: seen.get(incarnation.rank, []))
-        self.states = dict.fromkeys(states, Seen(LIVES, letter="R", resident_bytes=3 * 2**30))
+        self.states = dict.fromkeys(states, Seen(RUNNING, letter="R", resident_bytes=3 * 2**30))
         self.ends = Ends(table, lambda incarnation: 0, lambda incarnation: 3.0, witnesses, self.memory)
         self._settle()
         (tmp_path / "vmstat").write_text(f"oom_kill {kills}\n")
@@ -297,7 +297,7 @@ def test_a_kill_while_the_kernel_counts_none_is_not_for_want_of_memory(tmp_path:
 
 
 def test_of_a_rank_that_was_killed_it_is_known_that_it_ignored_sigterm(tmp_path: Path) -> None:
-    incarnations = Lives(tmp_path, {0: Seen(LIVES, ignores_sigterm=True), 1: Seen(LIVES)}, {})
+    incarnations = Lives(tmp_path, {0: Seen(RUNNING, ignores_sigterm=True), 1: Seen(RUNNING)}, {})
     incarnations.states |= {0: KILL, 1: KILL}
     incarnations._settle()
     first, second = (one.end for one in incarnations.reported())
@@ -317,7 +317,7 @@ def test_what_ends_a_rank_that_was_asked_to_end_follows_from_that(tmp_path: Path
 
 
 def test_a_stopped_process_is_there(tmp_path: Path) -> None:
-    (one, other) = Lives(tmp_path, {0: Seen(STOPPED, letter="T"), 1: Seen(LIVES, letter="S")}, {}).reported()
+    (one, other) = Lives(tmp_path, {0: Seen(STOPPED, letter="T"), 1: Seen(RUNNING, letter="S")}, {}).reported()
 
     assert (one.is_stopped, one.process_state, one.pid, one.host, one.end) == (True, "T", 70, "here", None)
     assert (other.is_stopped, other.process_state) == (False, "S")

@@ -26,11 +26,6 @@ def spoken(records: list[SpoolRecord]) -> list[tuple[int, int]]:
     return [(r.incarnation.rank, r.message.step) for r in records if isinstance(r.message, EndStep)]
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 def test_a_run_that_does_not_exist_yet_is_silent(run_dir: Path) -> None:
     assert RunFollower(run_dir).poll() == []
 
@@ -151,7 +146,7 @@ def test_rows_that_cannot_be_laid_out_are_said(run_dir: Path) -> None:
     problems: list[str] = []
     run = SyntheticRun(run_dir)
     strange = msgspec.structs.replace(run.descriptor(0), row_fields=(("tensor", "|O", 0),), row_bytes=136)
-    run._say(run._ranks[0], FrameType.DESCRIPTOR, encode_message(strange), -1, 0)
+    run._write_message(run._ranks[0], FrameType.DESCRIPTOR, encode_message(strange), -1, 0)
     run.write(1)
 
     assert spoken(drain(RunFollower(run_dir, on_problem=problems.append))) == [(0, 0)]
@@ -180,7 +175,7 @@ def test_another_protocol_is_said_once_and_skipped(run_dir: Path, monkeypatch: p
 def test_a_payload_that_is_not_its_type_is_counted(run_dir: Path) -> None:
     problems: list[str] = []
     run = SyntheticRun(run_dir)
-    run._say(run._ranks[0], FrameType.HEALTH, b"\xc1", 0, 0)
+    run._write_message(run._ranks[0], FrameType.HEALTH, b"\xc1", 0, 0)
     run.write(1)
     follower = RunFollower(run_dir, on_problem=problems.append)
 
@@ -203,7 +198,7 @@ def test_a_frame_that_contradicts_itself_is_skipped_and_said(
 ) -> None:
     problems: list[str] = []
     run = SyntheticRun(run_dir)
-    run._say(run._ranks[0], kind, payload, step, num_rows)
+    run._write_message(run._ranks[0], kind, payload, step, num_rows)
     run.write(2)
     follower = RunFollower(run_dir, on_problem=problems.append)
 
@@ -262,6 +257,6 @@ def test_who_has_more_on_disk_is_known_to_be_behind(run_dir: Path, monkeypatch: 
 
 def test_health_of_a_life_is_heard(run_dir: Path) -> None:
     run = SyntheticRun(run_dir)
-    run.say(0, Health(code="hook_failed", message="x"))
+    run.report(0, Health(code="hook_failed", message="x"))
 
     assert [r.message.code for r in drain(RunFollower(run_dir)) if isinstance(r.message, Health)] == ["hook_failed"]

@@ -48,7 +48,7 @@ class Judged:
         while records := self.follower.poll():
             self.records += records
             assembler.take(records, 0.0)
-            self.tracker.hear(records)
+            self.tracker.receive(records)
             self.tracker.look(0.1, self.follower.behind, is_caught_up=True)
             self.tracker.facts(assembler.attempts.newest, assembler.attempts.attempt_of)
             self._take(judge, assembler.close(0.0, self.follower.behind))
@@ -298,7 +298,7 @@ def test_a_leap_that_nothing_follows_yet_waits_and_the_end_of_the_run_believes_i
     spool = run._ranks[0].spool
     assert spool is not None
     spool._seq += 100_000
-    run.say(0, Heartbeat(step=2, call_id=0, activity="train"))
+    run.report(0, Heartbeat(step=2, call_id=0, activity="train"))
     follower = RunFollower(run.directory)
 
     assert not any(isinstance(one.message, Heartbeat) for one in follower.poll())
@@ -309,10 +309,10 @@ def test_a_rank_all_of_whose_ends_are_impossible_is_not_called_hung(tmp_path: Pa
     run = SyntheticRun(tmp_path / "run", dp=2, layers=1, d_model=8, elements=8, micro_steps=1)
     run.write(2)
     follower, tracker = RunFollower(run.directory, on_problem=lambda problem: None), LivenessTracker()
-    tracker.hear(follower.poll())
+    tracker.receive(follower.poll())
     for _ in range(100):
         forge(run, header(run, FrameType.END_STEP), b"\xc1")
-        tracker.hear(follower.poll())
+        tracker.receive(follower.poll())
         tracker.look(tracker.now + 1.0, (), is_caught_up=True)
 
     [_, one] = tracker.facts(0, lambda incarnation: 0)
@@ -331,14 +331,15 @@ def test_what_our_own_ranks_say_is_possible(message: Message, tmp_path: Path) ->
     assert found.problems == []
 
 
-def test_twenty_thousand_forged_frames_blind_nobody() -> None:
+@pytest.mark.parametrize("num_cases", [4_000, pytest.param(20_000, marks=pytest.mark.long)])
+def test_thousands_of_forged_frames_blind_nobody(num_cases: int) -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/fuzz.py", "frames", "--cases", "20000", "--seed", "1000"],
+        [sys.executable, "benchmarks/fuzz.py", "frames", "--cases", str(num_cases), "--seed", "1000"],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
-    assert "20,000 cases" in done.stdout
+    assert f"{num_cases:,} cases" in done.stdout
     assert " 0 failed" in done.stdout
 
 

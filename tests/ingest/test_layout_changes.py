@@ -146,7 +146,7 @@ class Daemon:
         self._begin((self.assembler.snapshot(), self.judge.snapshot()))
 
 
-def train(run_dir: Path, seed: int, *, is_lavish: bool, kills: bool) -> tuple[Daemon, list[Rank]]:
+def write_and_follow(run_dir: Path, seed: int, *, is_lavish: bool, kills: bool) -> tuple[Daemon, list[Rank]]:
     rng = random.Random(seed)
     ranks = [Rank(run_dir, rank, is_lavish=is_lavish) for rank in range(NUM_RANKS)]
     for rank in ranks:
@@ -167,11 +167,12 @@ def train(run_dir: Path, seed: int, *, is_lavish: bool, kills: bool) -> tuple[Da
     return daemon, ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_verdicts_are_those_of_a_run_that_says_everything_anew(seed: int, tmp_path: Path) -> None:
-    lavish, lavish_ranks = train(tmp_path / "lavish", seed, is_lavish=True, kills=False)
-    thrifty, ranks = train(tmp_path / "thrifty", seed, is_lavish=False, kills=False)
-    killed, _ = train(tmp_path / "killed", seed, is_lavish=False, kills=True)
+    lavish, lavish_ranks = write_and_follow(tmp_path / "lavish", seed, is_lavish=True, kills=False)
+    thrifty, ranks = write_and_follow(tmp_path / "thrifty", seed, is_lavish=False, kills=False)
+    killed, _ = write_and_follow(tmp_path / "killed", seed, is_lavish=False, kills=True)
 
     assert lavish.found == thrifty.found == killed.found
     assert len(lavish.found) > 25, "there is something to compare"

@@ -31,7 +31,7 @@ class Tracked:
         self.assembler.take(records, self.mono)
         list(self.assembler.close(self.mono))
         self.tracker.look(self.mono, behind, is_caught_up=not records)
-        self.tracker.hear(records)
+        self.tracker.receive(records)
         return {one.rank: one for one in self.tracker.facts(self.assembler.attempt, self.assembler.attempts.attempt_of)}
 
     def pass_time(self, seconds: float, **options: Collection[bytes]) -> dict[int, RankFacts]:
@@ -54,13 +54,13 @@ def tracked(tmp_path: Path) -> Tracked:
 
 
 def test_beats_without_progress_are_heard_and_do_not_move(tracked: Tracked) -> None:
-    tracked.run.say(0, beat())
+    tracked.run.report(0, beat())
     first = tracked.look()[0]
     for _ in range(10):
         tracked.pass_time(1)
-        tracked.run.say(0, beat())
+        tracked.run.report(0, beat())
     second = tracked.look()[0]
-    tracked.run.say(0, beat(call_id=6))
+    tracked.run.report(0, beat(call_id=6))
     third = tracked.look()[0]
 
     assert (first.step, first.call_id, first.module, first.micro_step) == (3, 5, "layers.0.mlp", 2)
@@ -71,7 +71,7 @@ def test_beats_without_progress_are_heard_and_do_not_move(tracked: Tracked) -> N
 
 def test_a_wait_is_counted_from_its_first_beat_and_anew_after_each_move(tracked: Tracked) -> None:
     def wait(is_waiting: int, call_id: int = 5) -> RankFacts:
-        tracked.run.say(0, msgspec.structs.replace(beat(call_id), is_waiting=is_waiting))
+        tracked.run.report(0, msgspec.structs.replace(beat(call_id), is_waiting=is_waiting))
         return tracked.look()[0]
 
     assert (wait(0).waiting_at, wait(-1).waiting_at) == (None, None)
@@ -85,7 +85,7 @@ def test_a_wait_is_counted_from_its_first_beat_and_anew_after_each_move(tracked:
 
 def test_a_rank_whose_waits_end_moves_though_each_beat_finds_it_waiting(tracked: Tracked) -> None:
     def wait(num_waits: int) -> RankFacts:
-        tracked.run.say(0, msgspec.structs.replace(beat(), is_waiting=1, num_waits=num_waits))
+        tracked.run.report(0, msgspec.structs.replace(beat(), is_waiting=1, num_waits=num_waits))
         return tracked.look()[0]
 
     first, second, third = wait(7), wait(8), wait(8)
@@ -96,9 +96,9 @@ def test_a_rank_whose_waits_end_moves_though_each_beat_finds_it_waiting(tracked:
 
 
 def test_where_a_rank_stands_is_forgotten_when_it_moves(tracked: Tracked) -> None:
-    tracked.run.say(0, msgspec.structs.replace(beat(), site="gpt/train.py:66 (main)"))
+    tracked.run.report(0, msgspec.structs.replace(beat(), site="gpt/train.py:66 (main)"))
     stands = tracked.look()[0]
-    tracked.run.say(0, beat(call_id=6))
+    tracked.run.report(0, beat(call_id=6))
 
     assert (stands.site, tracked.look()[0].site) == ("gpt/train.py:66 (main)", "")
 
@@ -127,15 +127,15 @@ def test_who_is_still_being_read_is_heard(tracked: Tracked) -> None:
 
 def test_only_what_comes_after_all_was_read_is_live(tracked: Tracked) -> None:
     assert not any(one.is_live for one in tracked.look().values())
-    tracked.run.say(0, beat())
+    tracked.run.report(0, beat())
 
     assert {rank: one.is_live for rank, one in tracked.look().items()} == {0: True, 1: False}
 
 
 def test_a_rank_that_comes_back_has_the_whole_limit_to_move(tracked: Tracked) -> None:
-    tracked.run.say(0, beat())
+    tracked.run.report(0, beat())
     tracked.pass_time(60)
-    tracked.run.say(0, beat())
+    tracked.run.report(0, beat())
     facts = tracked.look()
 
     assert facts[0].moved_at == tracked.tracker.now

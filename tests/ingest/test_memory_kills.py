@@ -67,7 +67,7 @@ def test_kills_from_before_are_none_of_its(tmp_path: Path) -> None:
 def test_the_counter_of_its_own_group_decides(tmp_path: Path, version: str) -> None:
     machine = Machine(tmp_path, version)
     kills = machine.kills()
-    kills.know(RANK)
+    kills.add(RANK)
     kills.look(0.0)
 
     machine.count(1, 0)
@@ -87,21 +87,21 @@ def test_the_counter_of_its_own_group_decides(tmp_path: Path, version: str) -> N
 def test_a_process_that_was_moved_is_looked_for_in_its_new_group(tmp_path: Path, version: str) -> None:
     machine = Machine(tmp_path, version)
     kills = machine.kills()
-    kills.know(RANK)
+    kills.add(RANK)
     kills.look(0.0)
     lines, path, file, _ = GROUPS[version]
     moved = machine.groups / path.replace("step", "other")
     moved.mkdir()
     (moved / file).write_text("under_oom 0\noom_kill 3\n")
     (machine.proc / "77" / "cgroup").write_text(lines.replace("step", "other"))
-    kills.know(RANK)
+    kills.add(RANK)
     assert not kills.near(RANK, 0.05), "those of the new group are older than it"
 
     (moved / file).write_text("under_oom 0\noom_kill 4\n")
     machine.count(1, 0)
     # Whoever is being ended is shown in the root.
     (machine.proc / "77" / "cgroup").write_text(lines.replace("job/step", ""))
-    kills.know(RANK)
+    kills.add(RANK)
     kills.look(0.10)
 
     assert kills.near(RANK, 0.10)
@@ -109,7 +109,7 @@ def test_a_process_that_was_moved_is_looked_for_in_its_new_group(tmp_path: Path,
 
 def test_without_counters_nothing_is_told(tmp_path: Path) -> None:
     kills = MemoryKills(tmp_path / "none", tmp_path / "none")
-    kills.know(RANK)
+    kills.add(RANK)
     kills.look(0.0)
 
     assert (kills.near(RANK, 0.0), kills.limit(RANK), kills.denies(RANK, 0.0)) == (False, None, False)

@@ -18,7 +18,7 @@ from sentinel.testing import FakeClock, Nan, SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message, row_fields, run_id_of
 from sentinel.wire.spool import SpoolWriter, incarnation_folder
 
-from .daemon import Ears
+from ..support.closed_steps import FollowedRun
 
 Held = Mapping[str, tuple[str, dict[str, str], np.ndarray]]
 """Name -> (kind, placements, the values that one rank holds)."""
@@ -71,10 +71,10 @@ def speak(
 
 
 def only_view(run_dir: Path) -> ClosedStep:
-    ears = Ears(run_dir)
-    ears.listen(final=True)
-    ears.views += ears.assembler.finish(0.0)
-    (view,) = ears.views
+    followed = FollowedRun(run_dir)
+    followed.listen(final=True)
+    followed.views += followed.assembler.finish(0.0)
+    (view,) = followed.views
     return view
 
 
@@ -92,11 +92,6 @@ def assert_is_whole(stats: np.void, whole: np.ndarray) -> None:
         assert found.stats[name] == expected.stats[name], name
     for name in ("mean", "std", "norm", "skew", "kurtosis"):
         assert found.statistic(name) == pytest.approx(expected.statistic(name), rel=1e-9), name
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "cp", "ep"])
@@ -177,15 +172,15 @@ def test_shards_of_replicas_are_merged_once(run_dir: Path) -> None:
 
 
 def test_a_replica_speaks_for_one_that_is_missing(run_dir: Path) -> None:
-    run, ears = SyntheticRun(run_dir, dp=2), Ears(run_dir)
+    run, followed = SyntheticRun(run_dir, dp=2), FollowedRun(run_dir)
     run.write(1)
     run.write(3, skip=[0])
-    ears.listen()
+    followed.listen()
 
-    assert [part.rank for part in ears.views[1].parts] == [1]
-    weights = [tensor.index for tensor in ears.views[1].tensors if tensor.kind == "param"]
-    assert ears.views[1].present[weights].all()
-    assert ears.views[1].stats["count"][weights].tolist() == ears.views[0].stats["count"][weights].tolist()
+    assert [part.rank for part in followed.views[1].parts] == [1]
+    weights = [tensor.index for tensor in followed.views[1].tensors if tensor.kind == "param"]
+    assert followed.views[1].present[weights].all()
+    assert followed.views[1].stats["count"][weights].tolist() == followed.views[0].stats["count"][weights].tolist()
 
 
 def test_what_no_placement_explains_stays_with_its_rank(run_dir: Path) -> None:
@@ -259,17 +254,17 @@ def test_scalars_are_the_mean_over_the_ranks_that_report_them(run_dir: Path) -> 
 
 def test_a_nan_is_found_on_the_row_of_its_rank(run_dir: Path) -> None:
     fault = Nan(step=1, module="layers.1.attn", rank=2, micro_step=1, phase="forward")
-    run, ears = SyntheticRun(run_dir, dp=4, layers=2).plant(fault), Ears(run_dir)
+    run, followed = SyntheticRun(run_dir, dp=4, layers=2).plant(fault), FollowedRun(run_dir)
     run.write(2)
-    ears.listen()
+    followed.listen()
 
-    view = ears.views[1]
+    view = followed.views[1]
     bad = view.rows[view.bad_rows]
     first = view.bad_rows[np.argmin(np.where(bad["kind"] == Kind.ACTIVATION, bad["call_id"], NONE_ID))]
     assert view.tensors[view.row_logical[first]].key == "layers.1.attn/activation"
     assert int(view.row_rank[first]) == 2
     assert int(view.rows[first]["bad_micro_step"]) == 1
-    assert len(ears.views[0].bad_rows) == 0
+    assert len(followed.views[0].bad_rows) == 0
 
 
 def test_sites_stand_where_the_rows_of_the_step_say(run_dir: Path) -> None:
@@ -284,22 +279,22 @@ def test_sites_stand_where_the_rows_of_the_step_say(run_dir: Path) -> None:
 
 
 def test_a_row_of_an_unknown_tensor_is_kept_apart(run_dir: Path) -> None:
-    run, ears = SyntheticRun(run_dir), Ears(run_dir)
+    run, followed = SyntheticRun(run_dir), FollowedRun(run_dir)
     rows, end = run.observe(0, 0)
     rows["tensor"][5] = 9999
     one = run._ranks[0]
-    run._say(one, FrameType.ROWS, rows.tobytes(), 0, len(rows))
-    run._say(one, FrameType.END_STEP, encode_message(end), 0, 0)
-    ears.listen()
+    run._write_message(one, FrameType.ROWS, rows.tobytes(), 0, len(rows))
+    run._write_message(one, FrameType.END_STEP, encode_message(end), 0, 0)
+    followed.listen()
 
-    view = ears.views[0]
+    view = followed.views[0]
     assert view.row_logical[5] == -1
     assert view.present.sum() == len(view.tensors) - 1
 
 
 def test_a_newer_rank_with_a_wider_row_is_understood(run_dir: Path) -> None:
     wider = np.dtype([*ROW_DTYPE.descr, ("entropy", "<f8")])
-    run, ears = SyntheticRun(run_dir), Ears(run_dir)
+    run, followed = SyntheticRun(run_dir), FollowedRun(run_dir)
     rows, end = run.observe(0, 0)
     wide = np.zeros(len(rows), wider)
     for name in ROW_DTYPE.names or ():
@@ -310,20 +305,20 @@ def test_a_newer_rank_with_a_wider_row_is_understood(run_dir: Path) -> None:
         version="9", place=descriptor.place, chunks=descriptor.chunks, tensors=descriptor.tensors,
         row_fields=row_fields(wider), row_bytes=wider.itemsize,
     )  # fmt: skip
-    run._say(one, FrameType.DESCRIPTOR, encode_message(changed), -1, 0)
-    run._say(one, FrameType.ROWS, wide.tobytes(), 0, len(wide))
-    run._say(one, FrameType.END_STEP, encode_message(end), 0, 0)
-    ears.listen()
+    run._write_message(one, FrameType.DESCRIPTOR, encode_message(changed), -1, 0)
+    run._write_message(one, FrameType.ROWS, wide.tobytes(), 0, len(wide))
+    run._write_message(one, FrameType.END_STEP, encode_message(end), 0, 0)
+    followed.listen()
 
-    assert np.array_equal(ears.views[0].rows, rows)
+    assert np.array_equal(followed.views[0].rows, rows)
 
 
 def test_a_layout_is_built_once_for_a_set_of_descriptors(run_dir: Path) -> None:
-    run, ears = SyntheticRun(run_dir, dp=2), Ears(run_dir)
+    run, followed = SyntheticRun(run_dir, dp=2), FollowedRun(run_dir)
     run.write(4)
-    ears.listen()
+    followed.listen()
 
-    assert len({id(view.layout) for view in ears.views}) == 1
+    assert len({id(view.layout) for view in followed.views}) == 1
 
 
 def test_segments_name_where_a_tensor_was_made(run_dir: Path) -> None:

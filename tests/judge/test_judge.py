@@ -16,6 +16,8 @@ from sentinel.order.causal import sort_key
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
+from ..support.anomalies import an_excursion
+
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory: pytest.TempPathFactory) -> list[ClosedStep]:
@@ -47,6 +49,7 @@ def test_the_same_steps_give_the_same_verdicts(views: list[ClosedStep]) -> None:
     assert any(one.proposal is not None for one in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 13, 25, 41])
 def test_a_restored_judge_goes_on_as_the_other_would(views: list[ClosedStep], at: int) -> None:
     whole = judge_all(Judge(load_pack()), views)
@@ -77,17 +80,16 @@ def test_the_same_rules_again_change_nothing(views: list[ClosedStep]) -> None:
     assert msgspec.json.encode(found + judge_all(judge, views[20:])) == msgspec.json.encode(whole)
 
 
-def anomaly(number: int, severity: Severity) -> Anomaly:
-    return Anomaly(
-        id=f"{number:016x}", run="r", attempt=0, rank=number % 4, step=3, micro_step=0, pp_stage=0, vpp_stage=0,
-        call_id=number, tag_name=f"layers.{number}", kind="activation", statistic="norm", rule="x", detector="X",
-        severity=severity, value=1.0, time=float(number),
+def numbered(number: int, severity: Severity) -> Anomaly:
+    return an_excursion(
+        "activation", f"layers.{number}", 3, id=f"{number:016x}", rank=number % 4, call_id=number, severity=severity,
+        time=float(number),
     )  # fmt: skip
 
 
 def test_a_cap_applies_after_ordering_and_hides_nothing_worse() -> None:
-    flood = [anomaly(number, Severity.INFO) for number in range(50)]
-    flood[47] = anomaly(47, Severity.CRITICAL)
+    flood = [numbered(number, Severity.INFO) for number in range(50)]
+    flood[47] = numbered(47, Severity.CRITICAL)
 
     *kept, note = truncate(flood, 10)
 
@@ -98,7 +100,7 @@ def test_a_cap_applies_after_ordering_and_hides_nothing_worse() -> None:
 
 
 def test_nothing_is_said_when_nothing_is_left_out() -> None:
-    few = [anomaly(number, Severity.INFO) for number in range(10)]
+    few = [numbered(number, Severity.INFO) for number in range(10)]
     random.Random(0).shuffle(few)
 
     assert truncate(few, 10) == few

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from .layout import Trainer
-from .net import LEARNING_RATE, LENGTH, Block, Net, loss_of, optimizer_of, tokens
+from .net import LEARNING_RATE, LENGTH, LayoutBlock, Net, optimizer_of, shifted_loss, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def loop(model: nn.Module, optimizer: Any, batch_of: Any, clip: Any = None) -> T
     def train_step(step: int) -> tuple[torch.Tensor, Any]:
         optimizer.zero_grad()
         batch = batch_of(step)
-        loss = loss_of(model(batch), batch)
+        loss = shifted_loss(model(batch), batch)
         loss.backward()
         norm = clip(model) if clip is not None else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -45,21 +45,21 @@ def loop(model: nn.Module, optimizer: Any, batch_of: Any, clip: Any = None) -> T
 
 def one(net: type[Net] = Net) -> Trainer:
     model = net()
-    return loop(model, optimizer_of(model.parameters()), tokens)
+    return loop(model, optimizer_of(model.parameters()), tokens_of)
 
 
 def one_tied() -> Trainer:
     model = Net(tied=True)
-    return loop(model, optimizer_of(model.parameters()), tokens)
+    return loop(model, optimizer_of(model.parameters()), tokens_of)
 
 
 def one_moe() -> Trainer:
     model = Net(moe=True)
-    return loop(model, optimizer_of(model.parameters()), tokens)
+    return loop(model, optimizer_of(model.parameters()), tokens_of)
 
 
 def by_rank(step: int) -> torch.Tensor:
-    return mine(tokens(step), dist.get_rank(), dist.get_world_size())
+    return mine(tokens_of(step), dist.get_rank(), dist.get_world_size())
 
 
 def ddp(tied: bool = False) -> Trainer:
@@ -78,7 +78,7 @@ def fsdp1(strategy: str = "FULL_SHARD", use_orig_params: bool = True) -> Trainer
     if strategy.startswith("HYBRID"):
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = FSDP1(
-        Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, device_mesh=mesh,
+        Net(), auto_wrap_policy=ModuleWrapPolicy({LayoutBlock}), use_orig_params=use_orig_params, device_mesh=mesh,
         sharding_strategy=ShardingStrategy[strategy], device_id=CPU,
     )  # fmt: skip
     return loop(model, optimizer_of(model.parameters()), by_rank, clip=lambda model: model.clip_grad_norm_(0.5))
@@ -123,7 +123,7 @@ def tp(dp: int = 1, sharded: bool = False) -> Trainer:
                 gradient /= dp
         return norm_and_scale(model)
 
-    return loop(model, optimizer_of(model.parameters()), lambda step: mine(tokens(step), rank, size), clip=clip)
+    return loop(model, optimizer_of(model.parameters()), lambda step: mine(tokens_of(step), rank, size), clip=clip)
 
 
 def norm_and_scale(model: nn.Module, pipeline: Any = None) -> torch.Tensor:
@@ -179,7 +179,7 @@ def cp(dp: int = 1) -> Trainer:
     half = LENGTH // 2
 
     def batch_of(step: int) -> torch.Tensor:
-        return mine(tokens(step), mesh.get_local_rank("dp"), dp)[:, rank * half : (rank + 1) * half]
+        return mine(tokens_of(step), mesh.get_local_rank("dp"), dp)[:, rank * half : (rank + 1) * half]
 
     return loop(model, optimizer_of(model.parameters()), batch_of)
 
@@ -257,8 +257,8 @@ def ep(dp: int = 1, context: bool = False) -> Trainer:
     half = mesh.get_local_rank(outer)
     if context:
         # Attention within each half only: what context parallelism does to tokens, without its exchange.
-        return loop(model, optimizer_of(model.parameters()), lambda step: halves(mine(tokens(step), rank, 2), half), clip)
-    return loop(model, optimizer_of(model.parameters()), lambda step: mine(tokens(step), 2 * half + rank, 2 * dp), clip)
+        return loop(model, optimizer_of(model.parameters()), lambda step: halves(mine(tokens_of(step), rank, 2), half), clip)
+    return loop(model, optimizer_of(model.parameters()), lambda step: mine(tokens_of(step), 2 * half + rank, 2 * dp), clip)
 
 
 def halves(batch: torch.Tensor, half: int) -> torch.Tensor:
@@ -269,7 +269,7 @@ def halves(batch: torch.Tensor, half: int) -> torch.Tensor:
 def one_moe_in_halves() -> Trainer:
     """One process that sees the halves of the sequences as sequences of their own."""
     model = Net(moe=True)
-    return loop(model, optimizer_of(model.parameters()), lambda step: torch.cat(tokens(step).chunk(2, dim=1)))
+    return loop(model, optimizer_of(model.parameters()), lambda step: torch.cat(tokens_of(step).chunk(2, dim=1)))
 
 
 def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: int = 4, net: type[Net] = Net) -> Trainer:
@@ -281,13 +281,13 @@ def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: in
     models = [net(index, num) for index in indices]
     stages = [PipelineStage(m, i, num, CPU, group=mesh.get_group("pp")) for m, i in zip(models, indices, strict=True)]
     kind = getattr(schedules, schedule)
-    runner = kind(stages if chunks > 1 else stages[0], micro, loss_fn=loss_of)
+    runner = kind(stages if chunks > 1 else stages[0], micro, loss_fn=shifted_loss)
     params = [p for model in models for p in model.parameters()]
     optimizer = optimizer_of(params)
 
     def train_step(step: int) -> tuple[torch.Tensor, Any]:
         optimizer.zero_grad()
-        batch = mine(tokens(step), mesh.get_local_rank("dp"), dp)
+        batch = mine(tokens_of(step), mesh.get_local_rank("dp"), dp)
         losses: list[torch.Tensor] = []
         inputs = (batch,) if 0 in indices else ()
         runner.step(*inputs, target=batch if num - 1 in indices else None, losses=losses)
@@ -312,13 +312,13 @@ def tp_x_pp() -> Trainer:
     for block in model.blocks.values():
         parallelize_module(block, mesh["tp"], PLAN)
     stage = PipelineStage(model, rank, 2, CPU, group=mesh.get_group("pp"))
-    runner = schedules.Schedule1F1B(stage, 4, loss_fn=loss_of)
+    runner = schedules.Schedule1F1B(stage, 4, loss_fn=shifted_loss)
     optimizer = optimizer_of(model.parameters())
 
     def train_step(step: int) -> tuple[torch.Tensor, Any]:
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        runner.step(*((tokens(step),) if rank == 0 else ()), target=tokens(step) if rank else None, losses=losses)
+        runner.step(*((tokens_of(step),) if rank == 0 else ()), target=tokens_of(step) if rank else None, losses=losses)
         norm = norm_and_scale(model, mesh.get_group("pp"))
         optimizer.step()
         return torch.stack(losses).mean().detach() if losses else torch.tensor(float("nan")), norm

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel.ingest.merge import ClosedStep
-from sentinel.moments import Moments
 
-from ..forked import CONTEXT
-from ..ingest.daemon import Ears
-from ..ports import free_port
+from ..support.closed_steps import closed_steps, statistics
+from ..support.forked import CONTEXT
+from ..support.ports import free_port
 from .net import NUM_STEPS
 
 KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in", "exp_avg", "exp_avg_sq"]
@@ -55,7 +55,7 @@ class Result:
     health: list[str]
 
 
-def train(
+def train_ranks(
     folder: Path,
     build: Build,
     world: int,
@@ -87,6 +87,13 @@ def train(
     assert not problems, problems[0]
     assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
     return [Result(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(world)]
+
+
+def steps_alone(build: Build, **options: Any) -> list[ClosedStep]:
+    """Return the steps of the same training in one process. options: those of `train_ranks`."""
+    with tempfile.TemporaryDirectory() as folder:
+        train_ranks(Path(folder), build, 1, **options)
+        return closed_steps(Path(folder) / "run")
 
 
 def _rank(
@@ -136,29 +143,6 @@ def _weights_of(trainer: Trainer) -> float:
         for m, param in enumerate(model.parameters()):
             local = getattr(param, "_local_tensor", param).detach().double()
             found += float((local.flatten() * torch.arange(1, local.numel() + 1)).sum()) * (1 + n + m)
-    return found
-
-
-def received(folder: Path) -> list[ClosedStep]:
-    """Return the steps as a daemon closes them."""
-    ears = Ears(folder / "run")
-    ears.listen(final=True)
-    ears.finish()
-    assert not ears.problems, ears.problems
-    return ears.views
-
-
-STATISTICS = ("mean", "std", "norm", "min", "max", "skew", "kurtosis")
-
-
-def statistics(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
-    """Return key -> statistics (and the number of elements) of every logical tensor of a kind that the step has."""
-    moments: Moments = view.moments
-    found = {}
-    for at, tensor in enumerate(view.tensors):
-        if tensor.kind == kind and view.present[at]:
-            found[tensor.key] = {name: float(getattr(moments, name)()[at]) for name in STATISTICS}
-            found[tensor.key]["count"] = float(view.stats["count"][at])
     return found
 
 

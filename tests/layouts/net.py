@@ -76,7 +76,7 @@ class MoE(nn.Module):
         return self.experts(x, self.router(x).softmax(-1))
 
 
-class Block(nn.Module):
+class LayoutBlock(nn.Module):
     def __init__(self, attend: Attend, moe: bool = False) -> None:
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -93,7 +93,7 @@ class Net(nn.Module):
     def __init__(self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False, moe: bool = False) -> None:
         super().__init__()
         torch.manual_seed(7)
-        blocks = nn.ModuleList([Block(attend, moe) for _ in range(4)])
+        blocks = nn.ModuleList([LayoutBlock(attend, moe) for _ in range(4)])
         emb, norm, head = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         scale = nn.Parameter(torch.full((1,), 1.5))
         per = 4 // num
@@ -118,12 +118,12 @@ class Net(nn.Module):
         return self.scale * self.head(self.norm(x)) if self.head is not None else x
 
 
-def tokens(step: int) -> torch.Tensor:
+def tokens_of(step: int) -> torch.Tensor:
     """[BATCH, LENGTH] int64, the same on every layout."""
     return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + step))
 
 
-def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+def shifted_loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     """Mean over all tokens; each predicts itself shifted by a constant, so that it can be cut anywhere."""
     return F.cross_entropy(logits.flatten(0, 1).float(), ((batch + 3) % VOCAB).flatten())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import pytest
 from sentinel.ingest.merge import ClosedStep
 from sentinel.kinds import MODULE_KINDS, is_of_kind
 
+from ..support.closed_steps import closed_steps, statistics
 from .builds import LAYOUTS, REFERENCES, one
-from .layout import EVERYTHING, Build, differences, gradient_norm, received, statistics, train
+from .layout import EVERYTHING, Build, differences, gradient_norm, steps_alone, train_ranks
 from .net import NUM_STEPS
 
 LOCAL_ACTIVATIONS = ("tp", "tp_x_dp", "tp_x_fsdp2", "tp_x_pp")
@@ -41,9 +41,7 @@ def residual(view: ClosedStep) -> dict[str, dict[str, float]]:
 @functools.cache
 def alone(build: Build) -> list[ClosedStep]:
     """The steps of one process, as heard."""
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), build, 1, config=EVERYTHING)
-        return received(Path(folder))
+    return steps_alone(build, config=EVERYTHING)
 
 
 VARIANTS = ("ddp_tied", "fsdp1_grad_op", "fsdp1_no_shard", "fsdp2_4", "tp_x_dp", "cp_x_dp", "ep_x_dp")
@@ -57,9 +55,9 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
     expected = alone(REFERENCES.get(name, one))
 
-    bare = train(tmp_path / "bare", build, world)
-    watched = train(tmp_path / "watched", build, world, config=EVERYTHING)
-    views = received(tmp_path / "watched")
+    bare = train_ranks(tmp_path / "bare", build, world)
+    watched = train_ranks(tmp_path / "watched", build, world, config=EVERYTHING)
+    views = closed_steps(tmp_path / "watched" / "run")
 
     assert repr([r.losses for r in watched]) == repr([r.losses for r in bare])  # NaN where another rank has the loss
     assert [r.weights for r in watched] == [r.weights for r in bare]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from sentinel.ingest.merge import ClosedStep
 from sentinel.record import ROW_DTYPE, Flag
 
-from ..end_to_end.ranks import Spoken
+from ..support.closed_steps import closed_steps, statistics
+from ..support.spools import Spoken
 from .builds import CPU, LAYOUTS, mine, tp
-from .layout import Trainer, differences, received, statistics, train
-from .net import Block, Net, loss_of, optimizer_of, tokens
+from .layout import Trainer, differences, steps_alone, train_ranks
+from .net import LayoutBlock, Net, optimizer_of, shifted_loss, tokens_of
 
 KINDS = ["param", "wgrad", "wgrad_unreduced", "update", "update_ratio", "grad_momentum_alignment", "weight_spectrum"]
 CONFIG: dict[str, Any] = {"kinds": KINDS, "black_box": False}
@@ -34,7 +34,7 @@ NUM_MICRO_STEPS = 2
 
 
 def micro_batches(step: int, rank: int, size: int) -> list[torch.Tensor]:
-    return list(mine(tokens(step), rank, size).chunk(NUM_MICRO_STEPS))
+    return list(mine(tokens_of(step), rank, size).chunk(NUM_MICRO_STEPS))
 
 
 def accumulating(model: nn.Module, optimizer: Any, no_sync: Any) -> Trainer:
@@ -45,7 +45,7 @@ def accumulating(model: nn.Module, optimizer: Any, no_sync: Any) -> Trainer:
         loss = torch.zeros(())
         for at, batch in enumerate(micro_batches(step, dist.get_rank(), dist.get_world_size())):
             with no_sync(model) if at + 1 < NUM_MICRO_STEPS else contextlib.nullcontext():
-                loss = loss_of(model(batch), batch) / NUM_MICRO_STEPS
+                loss = shifted_loss(model(batch), batch) / NUM_MICRO_STEPS
                 loss.backward()
         optimizer.step()
         return loss.detach(), torch.zeros(())
@@ -59,7 +59,7 @@ def build_ddp() -> Trainer:
 
 
 def build_fsdp1() -> Trainer:
-    model = FSDP1(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=CPU)
+    model = FSDP1(Net(), auto_wrap_policy=ModuleWrapPolicy({LayoutBlock}), use_orig_params=True, device_id=CPU)
     return accumulating(model, optimizer_of(model.parameters()), lambda model: model.no_sync())
 
 
@@ -89,7 +89,7 @@ def build_one() -> Trainer:
         loss = torch.zeros(())
         for rank in range(2):
             for batch in micro_batches(step, rank, 2):
-                loss = loss_of(model(batch), batch) / NUM_MICRO_STEPS
+                loss = shifted_loss(model(batch), batch) / NUM_MICRO_STEPS
                 loss.backward()
         for param in model.parameters():
             if param.grad is not None:
@@ -102,9 +102,7 @@ def build_one() -> Trainer:
 
 @functools.cache
 def alone() -> list[ClosedStep]:
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), build_one, 1, config=CONFIG)
-        return received(Path(folder))
+    return steps_alone(build_one, config=CONFIG)
 
 
 BUILDS = {"ddp": build_ddp, "fsdp1": build_fsdp1, "fsdp2": build_fsdp2, "fsdp2_kept": partial(build_fsdp2, False)}
@@ -120,9 +118,9 @@ def only_plain(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
 def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_path: Path) -> None:
     expected = alone()
 
-    bare = train(tmp_path / "bare", BUILDS[name], 2)
-    watched = train(tmp_path / "watched", BUILDS[name], 2, config=CONFIG)
-    views = received(tmp_path / "watched")
+    bare = train_ranks(tmp_path / "bare", BUILDS[name], 2)
+    watched = train_ranks(tmp_path / "watched", BUILDS[name], 2, config=CONFIG)
+    views = closed_steps(tmp_path / "watched" / "run")
 
     assert [r.losses for r in watched] == [r.losses for r in bare]
     assert [r.weights for r in watched] == [r.weights for r in bare]
@@ -170,14 +168,14 @@ def assert_formed(view: ClosedStep, whole: ClosedStep) -> None:
 @pytest.mark.parametrize("name", ["tp", "tp_x_fsdp2", "zero_redundancy"])
 def test_ratios_of_shards_are_those_of_the_whole_on_layouts(name: str, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
-    train(tmp_path, build, world, config=CONFIG)
+    train_ranks(tmp_path, build, world, config=CONFIG)
 
-    for view, whole in zip(received(tmp_path), one_of_layouts(), strict=True):
+    for view, whole in zip(closed_steps(tmp_path / "run"), one_of_layouts(), strict=True):
         assert_formed(view, whole)
 
 
 def test_a_norm_that_no_shard_knows_is_flagged_and_never_merged(tmp_path: Path) -> None:
-    train(tmp_path, build_fsdp2, 2, config=CONFIG)
+    train_ranks(tmp_path, build_fsdp2, 2, config=CONFIG)
 
     for rank in range(2):
         spoken = Spoken(tmp_path / "run", rank)
@@ -192,8 +190,8 @@ def test_updates_merge_to_those_of_one_process_on_layouts(name: str, tmp_path: P
     build, world = LAYOUTS[name]
     whole = one_of_layouts()
 
-    train(tmp_path, build, world, config=CONFIG)
-    views = received(tmp_path)
+    train_ranks(tmp_path, build, world, config=CONFIG)
+    views = closed_steps(tmp_path / "run")
 
     for view, truth in zip(views, whole, strict=True):
         wrong = differences(statistics(view, "update"), statistics(truth, "update"), rel=2e-3)
@@ -204,14 +202,12 @@ def test_updates_merge_to_those_of_one_process_on_layouts(name: str, tmp_path: P
 def one_of_layouts() -> list[ClosedStep]:
     from .builds import one
 
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), one, 1, config=CONFIG)
-        return received(Path(folder))
+    return steps_alone(one, config=CONFIG)
 
 
 def test_unreduced_gradients_of_tensor_parallel_shards_merge(tmp_path: Path) -> None:
-    train(tmp_path, tp, 2, config=CONFIG)
-    views = received(tmp_path)
+    train_ranks(tmp_path, tp, 2, config=CONFIG)
+    views = closed_steps(tmp_path / "run")
 
     for view, truth in zip(views, one_of_layouts(), strict=True):
         cut = {key for key in statistics(view, "wgrad_unreduced") if "@" not in key and ("attn" in key or "mlp" in key)}
@@ -226,12 +222,12 @@ def test_pipelines_name_the_micro_batch(name: str, tmp_path: Path) -> None:
     """Each micro-batch's own gradient, under its own number, whatever order the schedule runs backwards in."""
     from .builds import SCHEDULES
 
-    train(tmp_path, SCHEDULES[name], 2, config={**CONFIG, "per_micro_step": True}, num_steps=2)
+    train_ranks(tmp_path, SCHEDULES[name], 2, config={**CONFIG, "per_micro_step": True}, num_steps=2)
 
     model, truth = Net(), []
-    for batch in tokens(0).chunk(4):
+    for batch in tokens_of(0).chunk(4):
         model.zero_grad()
-        loss_of(model(batch), batch).backward()
+        shifted_loss(model(batch), batch).backward()
         truth.append({n: p.grad.double().norm().item() for n, p in model.named_parameters() if p.grad is not None})
     seen: set[str] = set()
     for rank in range(2):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..support.closed_steps import closed_steps, statistics
 from .builds import ddp, one
-from .layout import differences, received, statistics, train
+from .layout import differences, train_ranks
 
 
 def test_only_shares_of_a_fixed_measure_are_merged_over_ranks(tmp_path: Path) -> None:
     config = {"kinds": ["saturation"]}
-    train(tmp_path / "one", one, 1, config=config, num_steps=1)
-    train(tmp_path / "two", ddp, 2, config=config, num_steps=1)
-    (whole,), (view,) = received(tmp_path / "one"), received(tmp_path / "two")
+    train_ranks(tmp_path / "one", one, 1, config=config, num_steps=1)
+    train_ranks(tmp_path / "two", ddp, 2, config=config, num_steps=1)
+    (whole,), (view,) = closed_steps(tmp_path / "one" / "run"), closed_steps(tmp_path / "two" / "run")
 
     ours, truth = statistics(view, "saturation"), statistics(whole, "saturation")
 

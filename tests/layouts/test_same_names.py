@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from torch import nn
 
 from sentinel.ingest.merge import ClosedStep
 
+from ..support.closed_steps import closed_steps, statistics
 from .builds import one, pipeline
-from .layout import Build, differences, received, statistics, train
+from .layout import Build, differences, steps_alone, train_ranks
 from .net import Net
 
 KINDS = [
@@ -50,18 +50,16 @@ class WithTables(Net):
 
 @functools.cache
 def alone(build: Build, kinds: tuple[str, ...]) -> list[ClosedStep]:
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), build, 1, config={"kinds": list(kinds)}, num_steps=2)
-        return received(Path(folder))
+    return steps_alone(build, config={"kinds": list(kinds)}, num_steps=2)
 
 
 def rows_of(view: ClosedStep) -> set[tuple[str, str]]:
     """(name, kind) of all rows, but those of what a later stage receives: one process has no such tensor."""
     found = {(one.name, one.kind) for at, one in enumerate(view.tensors) if view.present[at]}
-    received = ("activation_in", "dgrad_in")
+    closed_steps = ("activation_in", "dgrad_in")
     return {
         (name, kind) for name, kind in found
-        if not (name.startswith("stage") and (kind in received or name.partition(":")[2].startswith(received)))
+        if not (name.startswith("stage") and (kind in closed_steps or name.partition(":")[2].startswith(closed_steps)))
     }  # fmt: skip
 
 
@@ -69,8 +67,10 @@ def rows_of(view: ClosedStep) -> set[tuple[str, str]]:
 def test_every_row_of_every_probe_has_the_name_of_one_process(schedule: str, chunks: int, tmp_path: Path) -> None:
     whole = alone(partial(one, WithTables), tuple(KINDS))
 
-    train(tmp_path, partial(pipeline, schedule, chunks=chunks, net=WithTables), 2, config={"kinds": KINDS}, num_steps=2)
-    views = received(tmp_path)
+    train_ranks(
+        tmp_path, partial(pipeline, schedule, chunks=chunks, net=WithTables), 2, config={"kinds": KINDS}, num_steps=2
+    )
+    views = closed_steps(tmp_path / "run")
 
     for view, truth in zip(views, whole, strict=True):
         assert rows_of(view) == rows_of(truth)

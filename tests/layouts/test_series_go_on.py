@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sentinel.ingest.merge import ClosedStep
 
+from ..support.closed_steps import closed_steps, statistics
 from .builds import LAYOUTS, fsdp2, one
-from .layout import Build, received, statistics, train
+from .layout import Build, train_ranks
 from .net import Net
 
 SWITCHED = 1
@@ -75,12 +76,13 @@ def twice(view: ClosedStep) -> list[tuple[str, str, int]]:
 def test_series_of_the_black_box_go_on_while_modules_are_measured(name: str, tmp_path: Path) -> None:
     build, world = BUILDS[name]
 
-    bare = train(tmp_path / "alone", build, world, config={})
-    watched = train(tmp_path / "switched", build, world, config={}, modules_at=SWITCHED)
+    bare = train_ranks(tmp_path / "alone", build, world, config={})
+    watched = train_ranks(tmp_path / "switched", build, world, config={}, modules_at=SWITCHED)
 
     assert [one.weights for one in watched] == [one.weights for one in bare]
     assert [one.num_collectives for one in watched] == [one.num_collectives for one in bare]
-    for view, alone in zip(received(tmp_path / "switched"), received(tmp_path / "alone"), strict=True):
+    views, others = closed_steps(tmp_path / "switched" / "run"), closed_steps(tmp_path / "alone" / "run")
+    for view, alone in zip(views, others, strict=True):
         expected = borders(alone)
         assert len(expected) >= 12
         assert borders(view) == expected

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from sentinel.ingest.merge import ClosedStep
 
+from ..support.closed_steps import closed_steps, statistics
 from .builds import LAYOUTS, one
-from .layout import differences, received, statistics, train
+from .layout import differences, steps_alone, train_ranks
 
 KINDS = ["attention"]
 
 
 @functools.cache
 def alone() -> list[ClosedStep]:
-    with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), one, 1, config={"kinds": KINDS})
-        return received(Path(folder))
+    return steps_alone(one, config={"kinds": KINDS})
 
 
 @pytest.mark.parametrize("name", ["tp", "tp_x_dp", "tp_x_pp"])
 def test_attention_written_out_merges_over_heads_to_that_of_one_process(name: str, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
-    train(tmp_path, build, world, config={"kinds": KINDS})
+    train_ranks(tmp_path, build, world, config={"kinds": KINDS})
 
-    for view, truth in zip(received(tmp_path), alone(), strict=True):
+    for view, truth in zip(closed_steps(tmp_path / "run"), alone(), strict=True):
         ours, theirs = statistics(view, "attention"), statistics(truth, "attention")
         assert len(theirs) == 8
         wrong = differences(ours, theirs, rel=1e-3)

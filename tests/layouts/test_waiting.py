@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ..support.closed_steps import closed_steps
 from .builds import ddp, fsdp2, pipeline, tp
-from .layout import Trainer, received, train
+from .layout import Trainer, train_ranks
 
 SLOW, SLEEP_S = 1, 0.25
 
@@ -40,9 +41,9 @@ GPIPE = partial(pipeline, "ScheduleGPipe", micro=2)
 
 @pytest.mark.parametrize(("build", "world"), [(ddp, 3), (fsdp2, 3), (GPIPE, 2), (tp, 2)])
 def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
-    train(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
+    train_ranks(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
 
-    views = received(tmp_path)
+    views = closed_steps(tmp_path / "run")
 
     assert len(views) == 5
     for view in views[2:4]:  # DDP orders its buckets anew, and waits, between the first two; the last step has no next one

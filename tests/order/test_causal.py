@@ -10,24 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.anomaly import Anomaly, Severity, anomaly_id
+from sentinel.anomaly import Severity
 from sentinel.order.causal import happens_before, is_possible_cause, sort_key
 from sentinel.order.causes import blast_radius, first_causes, leading_causes
 from sentinel.order.origin import origin
 from sentinel.place import depth as depth_of
 
-
-def anomaly(kind="activation", name="blocks.0", **fields):
-    """An anomaly with the identity that the engine would give it."""
-    fields = {
-        "run": "r", "attempt": 0, "rank": 0, "step": 5, "micro_step": 0, "pp_stage": 0, "vpp_stage": 0, "call_id": None,
-        "statistic": "norm", "rule": "rule", "detector": "AnomalyNan", "severity": Severity.CRITICAL, "value": None,
-        "value_text": "nan", "message": "",
-    } | fields  # fmt: skip
-    series = f"{name}/{kind}/{fields['statistic']}/{fields['call_id']}"
-    identity = (fields["run"], fields["attempt"], fields["step"], fields["micro_step"], fields["rank"], series)
-    return Anomaly(id=anomaly_id(*identity, fields["rule"]), tag_name=name, kind=kind, **fields)
-
+from ..support.anomalies import a_nan
 
 KINDS = [
     "param", "weight_spectrum", "activation_in", "activation", "residual", "attention", "router", "saturation", "channel",
@@ -70,7 +59,7 @@ def anomalies_of_a_layout(draw, min_size=0, max_size=8):
         kind, _, about = draw(st.sampled_from(KINDS)).partition(":")
         name = draw(st.sampled_from("abc")) + (f":{about}.fp16_overflow" if about else "")
         result.append(
-            anomaly(
+            a_nan(
                 "scalar" if is_scalar else kind,
                 draw(st.sampled_from(SCALARS)) if is_scalar else name,
                 attempt=draw(st.sampled_from([0, 0, 0, 1])),
@@ -83,6 +72,7 @@ def anomalies_of_a_layout(draw, min_size=0, max_size=8):
                 site_pos=draw(st.integers(0, 2)),
                 call_id=draw(st.sampled_from([None, 0, 1, 2])),
                 communicates=draw(st.booleans()),
+                statistic="norm",
                 value_text=draw(st.sampled_from(["", "nan"])),
                 severity=draw(st.sampled_from(Severity)),
             )
@@ -232,7 +222,7 @@ class Simulation:
                 waiting[effect].discard(event)
                 if not waiting[effect]:
                     ready.append(effect)
-        self.anomalies = {event: anomaly(**fields) for event, fields in self.events.items()}
+        self.anomalies = {event: a_nan(**fields) for event, fields in self.events.items()}
 
 
 @pytest.mark.property
@@ -260,9 +250,9 @@ def test_order_agrees_with_simulated_schedules(data, layout):
 def test_first_cause_under_tensor_parallel():
     """The origin has call 43 on stage 0, a victim call 29 on stage 1 (seen): sorting by call_id alone is wrong."""
     place = {"dp_size": 1, "tp_size": 2, "pp_size": 2}
-    born = anomaly(name="blocks.3.mlp.fc2", rank=1, call_id=43, site_pos=21, place={"tp": 1, "pp": 0}, **place)
-    mate = anomaly(name="blocks.3", rank=0, call_id=44, site_pos=23, place={"tp": 0, "pp": 0}, **place)
-    victim = anomaly(
+    born = a_nan(name="blocks.3.mlp.fc2", rank=1, call_id=43, site_pos=21, place={"tp": 1, "pp": 0}, **place)
+    mate = a_nan(name="blocks.3", rank=0, call_id=44, site_pos=23, place={"tp": 0, "pp": 0}, **place)
+    victim = a_nan(
         name="blocks.4.ln1", rank=2, call_id=29, pp_stage=1, depth=1, site_pos=1, place={"tp": 0, "pp": 1}, **place
     )
     some = [victim, mate, born]
@@ -275,10 +265,10 @@ def test_first_cause_under_tensor_parallel():
 
 def test_inputs_of_a_communicating_module_precede_its_outputs_on_every_rank():
     place = {"tp_size": 2, "site_pos": 4, "call_id": 9, "rank": 0}
-    of_rank_1 = anomaly("activation_in", "fc2", communicates=True, **place | {"rank": 1})
-    of_rank_0 = anomaly("activation", "fc2", communicates=True, **place)
-    alone_1 = anomaly("activation_in", "fc1", **place | {"rank": 1})
-    alone_0 = anomaly("activation", "fc1", **place)
+    of_rank_1 = a_nan("activation_in", "fc2", communicates=True, **place | {"rank": 1})
+    of_rank_0 = a_nan("activation", "fc2", communicates=True, **place)
+    alone_1 = a_nan("activation_in", "fc1", **place | {"rank": 1})
+    alone_0 = a_nan("activation", "fc1", **place)
 
     assert happens_before(of_rank_1, of_rank_0)
     assert not happens_before(alone_1, alone_0)
@@ -287,12 +277,12 @@ def test_inputs_of_a_communicating_module_precede_its_outputs_on_every_rank():
 
 def test_first_cause_under_global_clipping():
     """One inf in one wgrad makes every update of that step and every weight of the next NaN: none is a first cause."""
-    born = anomaly("wgrad", "blocks.1.mlp.fc1.weight", rank=None, micro_step=None, value_text="inf", site_pos=9)
-    norm = anomaly("scalar", "grad_norm", rank=None, micro_step=None, value_text="inf")
+    born = a_nan("wgrad", "blocks.1.mlp.fc1.weight", rank=None, micro_step=None, value_text="inf", site_pos=9)
+    norm = a_nan("scalar", "grad_norm", rank=None, micro_step=None, value_text="inf")
     names = ["embed.weight", "blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight", "head.weight"]
-    updates = [anomaly("update", n, micro_step=None, call_id=i) for i, n in enumerate(names)]
-    weights = [anomaly("param", n, micro_step=None, step=6, call_id=i) for i, n in enumerate(names)]
-    forward = [anomaly("activation", n[: -len(".weight")], step=6, site_pos=i) for i, n in enumerate(names)]
+    updates = [a_nan("update", n, micro_step=None, call_id=i) for i, n in enumerate(names)]
+    weights = [a_nan("param", n, micro_step=None, step=6, call_id=i) for i, n in enumerate(names)]
+    forward = [a_nan("activation", n[: -len(".weight")], step=6, site_pos=i) for i, n in enumerate(names)]
     some = [*forward, *weights, *updates, norm, born]
 
     assert [some[i] for i in first_causes(some)] == [born]
@@ -303,10 +293,10 @@ def test_first_cause_under_global_clipping():
 
 
 def test_a_wgrad_is_a_leaf_of_its_dgrad():
-    dgrad = anomaly("dgrad", "blocks.1.fc", site_pos=6, call_id=7)
-    own = anomaly("wgrad_unreduced", "blocks.1.fc.weight", site_pos=6, call_id=8)
-    earlier_dgrad = anomaly("dgrad", "blocks.0.fc", site_pos=3, call_id=9)
-    wgrad = anomaly("wgrad", "blocks.1.fc.weight", micro_step=None, site_pos=6, call_id=20)
+    dgrad = a_nan("dgrad", "blocks.1.fc", site_pos=6, call_id=7)
+    own = a_nan("wgrad_unreduced", "blocks.1.fc.weight", site_pos=6, call_id=8)
+    earlier_dgrad = a_nan("dgrad", "blocks.0.fc", site_pos=3, call_id=9)
+    wgrad = a_nan("wgrad", "blocks.1.fc.weight", micro_step=None, site_pos=6, call_id=20)
 
     assert happens_before(dgrad, earlier_dgrad)
     assert happens_before(dgrad, wgrad)
@@ -314,12 +304,12 @@ def test_a_wgrad_is_a_leaf_of_its_dgrad():
     assert happens_before(own, wgrad)
     assert not happens_before(wgrad, earlier_dgrad)
     assert not happens_before(own, earlier_dgrad)
-    assert not happens_before(own, anomaly("wgrad", "blocks.0.fc.weight", micro_step=None, site_pos=3))
+    assert not happens_before(own, a_nan("wgrad", "blocks.0.fc.weight", micro_step=None, site_pos=3))
 
 
 def test_replicas_and_micro_steps_are_concurrent_until_the_reduction():
     def at(dp, micro, kind="activation", **fields):
-        return anomaly(kind, rank=dp, micro_step=micro, place={"dp": dp}, dp_size=2, call_id=1, **fields)
+        return a_nan(kind, rank=dp, micro_step=micro, place={"dp": dp}, dp_size=2, call_id=1, **fields)
 
     reduced = at(0, None, "wgrad", name="w", site_pos=1)
 
@@ -333,18 +323,18 @@ def test_replicas_and_micro_steps_are_concurrent_until_the_reduction():
 
 def test_expert_exchange_couples_the_replicas_that_share_experts():
     def at(dp, site_pos):
-        return anomaly(rank=dp, place={"dp": dp, "ep": dp % 2}, dp_size=4, ep_size=2, site_pos=site_pos)
+        return a_nan(rank=dp, place={"dp": dp, "ep": dp % 2}, dp_size=4, ep_size=2, site_pos=site_pos)
 
     assert happens_before(at(0, 1), at(1, 2))
     assert not happens_before(at(0, 1), at(2, 2))
 
 
 def test_loss_lies_between_forward_and_backward():
-    loss = anomaly("scalar", "loss", rank=None, micro_step=None)
-    forward, backward = anomaly(depth=3, site_pos=99), anomaly("dgrad", depth=3, site_pos=99)
+    loss = a_nan("scalar", "loss", rank=None, micro_step=None)
+    forward, backward = a_nan(depth=3, site_pos=99), a_nan("dgrad", depth=3, site_pos=99)
 
     assert happens_before(forward, loss)
-    assert happens_before(loss, anomaly("dgrad", rank=None, micro_step=None))
+    assert happens_before(loss, a_nan("dgrad", rank=None, micro_step=None))
     assert is_possible_cause(loss, backward)
     assert sorted([backward, loss, forward], key=sort_key) == [forward, loss, backward]
     assert leading_causes([backward, loss]) == [1]
@@ -352,26 +342,26 @@ def test_loss_lies_between_forward_and_backward():
 
 def test_program_order_outranks_the_order_of_first_appearance():
     """A module's output is usually its child's; planted, it is a tensor of its own, whose site is seen last of all."""
-    output = anomaly(name="blocks.1.attn", site_pos=24, call_id=43)
-    after = anomaly("activation_in", "blocks.1.ln2", site_pos=17, call_id=44)
+    output = a_nan(name="blocks.1.attn", site_pos=24, call_id=43)
+    after = a_nan("activation_in", "blocks.1.ln2", site_pos=17, call_id=44)
 
     assert happens_before(output, after)
     assert first_causes([after, output]) == [1]
 
 
 def test_a_module_that_runs_twice_is_ordered_by_its_calls():
-    second_run = anomaly(name="shared.fc2", site_pos=2, call_id=5)
-    third_run = anomaly(name="shared.fc1", site_pos=1, call_id=7)
+    second_run = a_nan(name="shared.fc2", site_pos=2, call_id=5)
+    third_run = a_nan(name="shared.fc1", site_pos=1, call_id=7)
 
     assert first_causes([third_run, second_run]) == [1]
 
 
 def test_optimizer_state_precedes_what_is_added_to_its_own_weight():
     """A dying second moment is no effect of the update that it makes; that of another weight is neither's."""
-    state = anomaly("exp_avg_sq", "fc.weight", micro_step=None, call_id=9)
-    update = anomaly("update", "fc.weight", micro_step=None, call_id=2)
-    ratio = anomaly("update_ratio", "fc.weight", rank=None, micro_step=None)
-    other = anomaly("update", "head.weight", micro_step=None, call_id=1)
+    state = a_nan("exp_avg_sq", "fc.weight", micro_step=None, call_id=9)
+    update = a_nan("update", "fc.weight", micro_step=None, call_id=2)
+    ratio = a_nan("update_ratio", "fc.weight", rank=None, micro_step=None)
+    other = a_nan("update", "head.weight", micro_step=None, call_id=1)
 
     assert happens_before(state, update)
     assert happens_before(update, ratio)
@@ -383,11 +373,11 @@ def test_optimizer_state_precedes_what_is_added_to_its_own_weight():
 
 def test_every_gradient_precedes_every_update():
     gradients = [
-        anomaly("wgrad", f"w{rank}", rank=rank, micro_step=None, depth=rank, place={"pp": rank}, pp_size=2)
+        a_nan("wgrad", f"w{rank}", rank=rank, micro_step=None, depth=rank, place={"pp": rank}, pp_size=2)
         for rank in range(2)
     ]
-    norm = anomaly("scalar", "grad_norm", rank=None, micro_step=None)
-    states = [anomaly(kind, "w0", rank=rank, micro_step=None) for kind in ("exp_avg", "update") for rank in range(2)]
+    norm = a_nan("scalar", "grad_norm", rank=None, micro_step=None)
+    states = [a_nan(kind, "w0", rank=rank, micro_step=None) for kind in ("exp_avg", "update") for rank in range(2)]
 
     for gradient in gradients:
         assert happens_before(gradient, norm)
@@ -401,7 +391,7 @@ def test_unreduced_gradients_precede_the_reduced_one_of_their_own_group_alone():
     axes = {"dp_size": 2, "tp_size": 2, "micro_step": None, "site_pos": 4}
 
     def at(kind, dp, tp, name="fc1.weight"):
-        return anomaly(kind, name, rank=2 * dp + tp, place={"dp": dp, "tp": tp}, **axes)
+        return a_nan(kind, name, rank=2 * dp + tp, place={"dp": dp, "tp": tp}, **axes)
 
     for dp in range(2):
         assert happens_before(at("wgrad_unreduced", 1, 0), at("wgrad", dp, 0))
@@ -411,42 +401,42 @@ def test_unreduced_gradients_precede_the_reduced_one_of_their_own_group_alone():
 
 
 def test_what_a_probe_says_of_a_tensor_stands_where_the_tensor_does():
-    inputs = anomaly("activation_in", "fc1", rank=None, call_id=None, micro_step=None, site_pos=3)
-    same_site = {"rank": None, "call_id": None, "micro_step": None, "site_pos": 3, "value_text": ""}
+    inputs = a_nan("activation_in", "fc1", rank=None, call_id=None, micro_step=None, site_pos=3)
+    same_site = {"rank": None, "call_id": None, "micro_step": None, "site_pos": 3, "statistic": "norm", "value_text": ""}
 
     names = {"saturation": "fc1:zero", "channel": "fc1:channel_rms", "precision": "fc1:activation.fp16_overflow"}
     for kind, name in names.items():
-        said = anomaly(kind, name, **same_site)
+        said = a_nan(kind, name, **same_site)
         assert happens_before(inputs, said)
-        assert not happens_before(said, anomaly("activation", "fc1", **same_site))
-        assert happens_before(said, anomaly("dgrad", "fc1", **same_site))
-    backward = anomaly("precision", "fc1:dgrad.fp16_underflow", **same_site)
-    assert happens_before(backward, anomaly("dgrad", "fc0", **same_site | {"site_pos": 1}))
-    unreduced = anomaly("precision", "w:wgrad_unreduced.fp16_overflow", **same_site)
-    assert happens_before(unreduced, anomaly("wgrad", "w", **same_site))
-    assert not happens_before(unreduced, anomaly("wgrad", "v", **same_site))
+        assert not happens_before(said, a_nan("activation", "fc1", **same_site))
+        assert happens_before(said, a_nan("dgrad", "fc1", **same_site))
+    backward = a_nan("precision", "fc1:dgrad.fp16_underflow", **same_site)
+    assert happens_before(backward, a_nan("dgrad", "fc0", **same_site | {"site_pos": 1}))
+    unreduced = a_nan("precision", "w:wgrad_unreduced.fp16_overflow", **same_site)
+    assert happens_before(unreduced, a_nan("wgrad", "w", **same_site))
+    assert not happens_before(unreduced, a_nan("wgrad", "v", **same_site))
 
 
 def test_collectives_have_the_program_order_of_their_rank():
-    reduce = anomaly("comm", "all_reduce@train.py:8:out", call_id=5)
-    gather = anomaly("comm", "all_gather@train.py:9:in", call_id=9)
-    before = anomaly(call_id=3)
+    reduce = a_nan("comm", "all_reduce@train.py:8:out", call_id=5)
+    gather = a_nan("comm", "all_gather@train.py:9:in", call_id=9)
+    before = a_nan(call_id=3)
 
     assert happens_before(reduce, gather)
     assert not happens_before(reduce, msgspec.structs.replace(gather, rank=1))
     assert is_possible_cause(before, reduce)
     assert not is_possible_cause(msgspec.structs.replace(before, rank=1), reduce)
-    assert not is_possible_cause(anomaly(call_id=7), reduce)
+    assert not is_possible_cause(a_nan(call_id=7), reduce)
     assert leading_causes([gather, reduce, before]) == [2]
 
 
 def collective(role, rank, call, **fields):
-    return anomaly("comm", f"all_reduce@ddp.py:7:{role}", rank=rank, call_id=call, micro_step=None, **fields)
+    return a_nan("comm", f"all_reduce@ddp.py:7:{role}", rank=rank, call_id=call, micro_step=None, **fields)
 
 
 def test_a_collective_that_spoilt_good_data_came_first():
     """What each rank gave was well, what came back was not: on every rank the gradients went bad behind it."""
-    gradients = [anomaly("wgrad", "w", rank=rank, call_id=90, micro_step=None, dp_size=2) for rank in range(2)]
+    gradients = [a_nan("wgrad", "w", rank=rank, call_id=90, micro_step=None, dp_size=2) for rank in range(2)]
     results = [collective("out", rank, 80, dp_size=2) for rank in range(2)]
     some = [*gradients, *results]
 
@@ -456,7 +446,7 @@ def test_a_collective_that_spoilt_good_data_came_first():
 
 def test_the_rank_that_gave_a_collective_what_was_bad_is_left():
     """Reduced gradients are bad on all ranks alike; what went into the reduction was bad on rank 1 alone."""
-    gradients = [anomaly("wgrad", "w", rank=rank, call_id=90, micro_step=None, dp_size=3) for rank in range(3)]
+    gradients = [a_nan("wgrad", "w", rank=rank, call_id=90, micro_step=None, dp_size=3) for rank in range(3)]
     given = collective("in", 1, 79, dp_size=3)
     results = [collective("out", rank, 80, dp_size=3) for rank in range(3)]
     some = [*results, given, *gradients]
@@ -465,8 +455,8 @@ def test_the_rank_that_gave_a_collective_what_was_bad_is_left():
 
 
 def test_what_was_bad_before_a_collective_is_not_its_fault():
-    born = anomaly(rank=0, call_id=3)
-    some = [anomaly("dgrad", rank=0, call_id=9), collective("out", 0, 5), born]
+    born = a_nan(rank=0, call_id=3)
+    some = [a_nan("dgrad", rank=0, call_id=9), collective("out", 0, 5), born]
 
     assert [some[i] for i in leading_causes(some)] == [born]
 
@@ -483,16 +473,16 @@ def test_v_shaped_schedules_fold_however_they_are_spelt(schedule):
 def test_a_v_shaped_fault_of_the_first_chunk_comes_before_the_last_chunk_of_its_own_rank():
     """Both chunks lie on rank 0; the middle two on rank 1 pass it on. call_ids of rank 0 alone would say the same here,
     those of both ranks would not."""
-    born = anomaly(name="stage0", call_id=9, depth=depth_of("zbv", 0, 0, 2), pp_size=2)
-    between = anomaly(name="stage2", rank=1, call_id=1, pp_stage=1, vpp_stage=1, depth=depth_of("zbv", 1, 1, 2), pp_size=2)
-    last = anomaly(name="stage3", call_id=12, vpp_stage=1, depth=depth_of("zbv", 0, 1, 2), pp_size=2)
+    born = a_nan(name="stage0", call_id=9, depth=depth_of("zbv", 0, 0, 2), pp_size=2)
+    between = a_nan(name="stage2", rank=1, call_id=1, pp_stage=1, vpp_stage=1, depth=depth_of("zbv", 1, 1, 2), pp_size=2)
+    last = a_nan(name="stage3", call_id=12, vpp_stage=1, depth=depth_of("zbv", 0, 1, 2), pp_size=2)
 
     assert sorted([last, between, born], key=sort_key) == [born, between, last]
     assert first_causes([last, between, born]) == [2]
 
 
 def test_call_ids_of_two_ranks_are_never_compared():
-    ours, theirs = anomaly(rank=0, call_id=1, site_pos=1), anomaly(rank=1, call_id=9, site_pos=9)
+    ours, theirs = a_nan(rank=0, call_id=1, site_pos=1), a_nan(rank=1, call_id=9, site_pos=9)
 
     assert not happens_before(ours, theirs)
     assert not happens_before(theirs, ours)
@@ -500,30 +490,30 @@ def test_call_ids_of_two_ranks_are_never_compared():
 
 def test_a_jump_of_the_loss_comes_of_what_moved_before_it():
     """The loss is `critical`, what lasts or agrees is `warning`, a lone excursion is `info`: chance, and no cause."""
-    finite = {"rank": None, "micro_step": None, "value_text": ""}
-    loss = anomaly("scalar", "loss", **finite)
-    moved = [anomaly("activation", f"b{i}", site_pos=i, severity=Severity.WARNING, **finite) for i in (4, 5)]
-    chance = anomaly("activation", "b1", site_pos=1, severity=Severity.INFO, **finite)
+    finite = {"rank": None, "micro_step": None, "statistic": "norm", "value_text": ""}
+    loss = a_nan("scalar", "loss", **finite)
+    moved = [a_nan("activation", f"b{i}", site_pos=i, severity=Severity.WARNING, **finite) for i in (4, 5)]
+    chance = a_nan("activation", "b1", site_pos=1, severity=Severity.INFO, **finite)
     some = [loss, chance, *moved]
 
     assert leading_causes(some) == [2]
     assert leading_causes([loss, chance]) == [0]
-    assert leading_causes([*some, anomaly("dgrad", "b5")]) == [4], "what is not a number is made by none of them"
+    assert leading_causes([*some, a_nan("dgrad", "b5")]) == [4], "what is not a number is made by none of them"
 
 
 def test_weights_precede_the_forward_of_their_own_stage_and_what_follows():
-    weight = anomaly("param", "blocks.9.weight", micro_step=None, pp_stage=1, depth=1)
+    weight = a_nan("param", "blocks.9.weight", micro_step=None, pp_stage=1, depth=1)
 
-    assert happens_before(anomaly("update", step=4, micro_step=None), weight)
-    assert not happens_before(weight, anomaly(pp_stage=0, depth=0))
-    assert happens_before(weight, anomaly(pp_stage=1, depth=1))
-    assert happens_before(weight, anomaly(pp_stage=1, vpp_stage=1, depth=3))
-    assert happens_before(weight, anomaly("dgrad", depth=0))
+    assert happens_before(a_nan("update", step=4, micro_step=None), weight)
+    assert not happens_before(weight, a_nan(pp_stage=0, depth=0))
+    assert happens_before(weight, a_nan(pp_stage=1, depth=1))
+    assert happens_before(weight, a_nan(pp_stage=1, vpp_stage=1, depth=3))
+    assert happens_before(weight, a_nan("dgrad", depth=0))
 
 
 def test_first_causes_are_near_linear():
     many = [
-        anomaly(
+        a_nan(
             name=f"m{i % 977}", rank=i % 64, micro_step=i % 8, place={"dp": i % 64}, dp_size=64,
             site_pos=i % 977, call_id=i % 977,
         )

@@ -11,32 +11,30 @@ from sentinel.incidents.tracker import IncidentTracker
 from sentinel.order.causal import happens_before, sort_key
 from sentinel.order.causes import first_causes
 
+from ..support.anomalies import an_excursion
 
-def anomaly(kind: str, name: str, step: int = 41, **fields: object) -> Anomaly:
-    usual = {
-        "id": f"{kind}/{name}/{step}/{fields.get('rank')}", "run": "r", "attempt": 0, "rank": 1, "micro_step": None,
-        "pp_stage": 0, "vpp_stage": 0, "call_id": None, "statistic": "norm", "rule": "x", "detector": "X",
-        "severity": Severity.CRITICAL, "value": 1.0, "dp_size": 2, "time": float(step),
-    }  # fmt: skip
-    return Anomaly(tag_name=name, kind=kind, step=step, **{**usual, **fields})
+
+def on_rank_1(kind: str, name: str, step: int = 41, **fields: object) -> Anomaly:
+    usual = {"rank": 1, "rule": "x", "detector": "X", "severity": Severity.CRITICAL, "value": 1.0, "dp_size": 2}
+    return an_excursion(kind, name, step, **(usual | fields))
 
 
 def stale(step: int = 41, rank: int = 1, **fields: object) -> Anomaly:
-    return anomaly(
+    return on_rank_1(
         "health", "blocks.1.mlp", step, rank=rank, ranks=(rank,), call_id=17, statistic="silent_s", rule="stale-rank",
         detector="StaleRank", message=f"rank {rank} is silent", **fields,
     )  # fmt: skip
 
 
 def slow(step: int = 41, rank: int = 1) -> Anomaly:
-    return anomaly(
+    return on_rank_1(
         "health", "step", step, statistic="busy_s", rule="slow-rank", detector="SlowRank", severity=Severity.WARNING,
         message=f"rank {rank} arrives last", rank=rank, ranks=(rank,),
     )  # fmt: skip
 
 
 def diverged(kind: str = "param", step: int = 41) -> Anomaly:
-    return anomaly(
+    return on_rank_1(
         kind, "blocks.1.mlp.weight", step, statistic="checksum", rule="replica-divergence", detector="ReplicaDivergence",
         message="param blocks.1.mlp.weight on rank 1 differs from its 3 copies: 1 against 2",
     )  # fmt: skip
@@ -46,9 +44,9 @@ def some(step: int) -> list[Anomaly]:
     nan = {"statistic": "nans", "value": None, "value_text": "nan", "micro_step": 0, "call_id": 9}
     return [
         stale(step), stale(step, rank=0), slow(step), diverged("param", step), diverged("wgrad", step),
-        diverged("exp_avg", step), anomaly("activation", "blocks.1.mlp", step, site_pos=3, **nan),
-        anomaly("dgrad", "blocks.1.mlp", step, site_pos=3, **nan), anomaly("scalar", "loss", step, statistic="value"),
-        anomaly("scalar", "grad_norm", step, statistic="value"),
+        diverged("exp_avg", step), on_rank_1("activation", "blocks.1.mlp", step, site_pos=3, **nan),
+        on_rank_1("dgrad", "blocks.1.mlp", step, site_pos=3, **nan), on_rank_1("scalar", "loss", step, statistic="value"),
+        on_rank_1("scalar", "grad_norm", step, statistic="value"),
     ]  # fmt: skip
 
 
@@ -71,7 +69,7 @@ def test_a_rank_that_is_stale_or_slow_explains_nothing_inside_its_step(of_rank: 
 
 
 def test_weights_that_differ_come_before_what_is_computed_from_them() -> None:
-    nan = anomaly("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
+    nan = on_rank_1("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
 
     assert happens_before(diverged("param"), nan)
     assert happens_before(nan, diverged("wgrad"))
@@ -83,7 +81,7 @@ def test_weights_that_differ_come_before_what_is_computed_from_them() -> None:
 
 def test_ill_ranks_are_incidents_of_their_own_beside_that_of_the_numbers() -> None:
     tracker = IncidentTracker()
-    nan = anomaly("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
+    nan = on_rank_1("activation", "blocks.1.mlp", statistic="nans", value=None, value_text="nan", micro_step=0, call_id=9)
     (of_numbers,) = tracker.update(41, [nan])
     (of_rank,) = tracker.update(41, [stale()])
     (of_speed,) = tracker.update(41, [slow()])
@@ -97,7 +95,7 @@ def test_ill_ranks_are_incidents_of_their_own_beside_that_of_the_numbers() -> No
 
 def test_what_differs_in_many_weights_is_one_incident() -> None:
     tracker = IncidentTracker()
-    many = [anomaly("param", f"blocks.{n}.weight", statistic="checksum", message="differs") for n in range(50)]
+    many = [on_rank_1("param", f"blocks.{n}.weight", statistic="checksum", message="differs") for n in range(50)]
 
     (incident,) = tracker.update(41, many)
 

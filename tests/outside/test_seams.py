@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 
 import sentinel
 from sentinel.testing.battery import BATTERY, DetectorUnderTest
+
+from ..support.warm import interpreter
 
 HERE = Path(__file__).parent
 RULES = """
@@ -47,8 +48,8 @@ def offered() -> dict[str, dict[str, str]]:
 
 def run(tmp_path: Path, path: str, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], env=os.environ | {"PYTHONPATH": path, "SENTINEL_DIR": str(tmp_path / "runs")}, text=True,
-        capture_output=True, timeout=120, check=False, cwd=tmp_path,
+        [interpreter(), *command], text=True, capture_output=True, timeout=120, check=False, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path, "SENTINEL_DIR": str(tmp_path / "runs"), "PYTHON_EXEC": interpreter()},
     )  # fmt: skip
 
 
@@ -67,20 +68,25 @@ def test_a_package_of_a_stranger_adds_one_part_at_each_seam_and_each_works(tmp_p
     path = install(tmp_path / "site", offered())
     (tmp_path / "record.yaml").write_text(RULES)
     (tmp_path / "daemon.yaml").write_text(f"notify:\n  sinks:\n  - {{type: notebook, path: {tmp_path / 'notebook'}}}\n")
-    (tmp_path / "monitor.yaml").write_text("outside_probes: [weight_range]\n")
+    (tmp_path / "monitor.yaml").write_text("outside_probes: [weight_range, saturated]\n")
 
     done = run(
         tmp_path, path, "-m", "sentinel.cli", "run", "--name", "tiny", "--rules", "record.yaml", "--config", "daemon.yaml",
-        "--", sys.executable, str(HERE / "train.py"), "monitor.yaml",
+        "--", interpreter(), str(HERE / "train.py"), "monitor.yaml",
     )  # fmt: skip
-    listed = run(tmp_path, path, "-m", "sentinel.cli", "export", "runs/tiny", "--format", "steps", "--steps", "40:43")
+    export = ("-m", "sentinel.cli", "export", "runs/tiny", "--format")
+    listed = run(tmp_path, path, *export, "steps", "--steps", "40:43", "-o", "steps")
+    table = run(tmp_path, path, *export, "jsonl", "--kind", "scalar", "--name", "saturated/1")
 
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for file in sorted((tmp_path / "runs/tiny/anomalies").glob("*.jsonl")) for line in file.open()]
     record = [one for one in found if one["rule"] == "record"]
     assert [(one["step"], one["detector"], one["kind"]) for one in record][:1] == [(40, "AboveRecord", "scalar")]
     assert any("record" in line and "40" in line for line in (tmp_path / "notebook").read_text().splitlines())
-    assert listed.stdout.split()[0] == "40", listed.stderr
+    assert listed.returncode == 0, listed.stderr
+    assert (tmp_path / "steps").read_text().split() == ["40", "41", "42", "43"]
+    shares = {row["step"]: row["value"] for row in map(json.loads, table.stdout.splitlines())}
+    assert len(shares) == 60 and shares[30] < shares[50], "one unit of the Tanh saturates when its weight blows up"
 
 
 @pytest.mark.slow
@@ -129,7 +135,28 @@ def test_a_probe_that_fails_is_named_and_training_goes_on(tmp_path: Path) -> Non
     done = run(tmp_path, os.pathsep.join([path, str(tmp_path)]), str(HERE / "train.py"), "monitor.yaml")
 
     assert done.returncode == 0, done.stderr
-    assert "no such sensor" in done.stderr
+    failing = tmp_path / "failing.py"
+    assert f"probe Failing: OSError: no such sensor ({failing}:3); probe Failing measures nothing" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_detector_that_fails_is_off_and_the_end_of_the_run_says_so(tmp_path: Path) -> None:
+    detectors = (HERE / "sentinel_outside/detectors.py").read_text()
+    failing = tmp_path / "failing.py"
+    failing.write_text(detectors.replace("limit = ", "limit = self.no_such_field + "))
+    path = install(tmp_path / "site", offered() | {"sentinel.detectors": {"AboveRecord": "failing:AboveRecord"}})
+    (tmp_path / "record.yaml").write_text(RULES)
+    (tmp_path / "monitor.yaml").write_text("outside_probes: [weight_range]\n")
+
+    done = run(
+        tmp_path, os.pathsep.join([path, str(tmp_path)]), "-m", "sentinel.cli", "run", "--rules", "record.yaml", "--",
+        interpreter(), str(HERE / "train.py"), "monitor.yaml",
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    (off,) = [line for line in done.stderr.splitlines() if "OFF" in line]
+    assert 'detector "AboveRecord" of rule "record" is off, because it failed: AttributeError' in off
+    assert f"({failing}:" in off
 
 
 def test_a_name_that_nobody_offers_is_an_attribute_error() -> None:

@@ -3,18 +3,11 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
-from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, facts, headline, open_alerts
 
+from ..support.anomalies import an_incident
+
 INFO, WARNING, CRITICAL = Severity.INFO, Severity.WARNING, Severity.CRITICAL
-
-
-def an_incident(**changes):
-    one = Incident(
-        id="i1", revision=1, run="r", attempt=0, state="open", opened_step=7, last_step=7, severity=WARNING,
-        title="NaN in blocks.3", root="a1", time=100.0,
-    )  # fmt: skip
-    return msgspec.structs.replace(one, **changes)
 
 
 OPEN = an_incident()
@@ -49,7 +42,7 @@ def test_slack_by_default_hears_loss_spikes_and_critical_incidents():
     route = RouteConfig(min_severity=CRITICAL, detectors=("LossSpike",))
 
     received = [
-        route.hears(an_incident(severity=severity, detectors=detectors))
+        route.matches(an_incident(severity=severity, detectors=detectors))
         for severity in (INFO, WARNING, CRITICAL)
         for detectors in (("LossSpike", "AnomalyNan"), ("AnomalyNan",))
     ]

@@ -9,18 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.anomaly import Anomaly, Severity
+from sentinel.anomaly import Anomaly
 from sentinel.errors import StoreError
 from sentinel.report.files import AppendLog, LogPosition, anomaly_line, json_line
 
-
-def an_anomaly(**changes):
-    one = Anomaly(
-        id="0" * 16, run="r", attempt=0, rank=1, step=5, micro_step=None, pp_stage=0, vpp_stage=0, call_id=None,
-        tag_name="blocks.0", kind="activation", statistic="nans", rule="nan", detector="AnomalyNan",
-        severity=Severity.CRITICAL, value=1.0,
-    )  # fmt: skip
-    return msgspec.structs.replace(one, **changes)
+from ..support.anomalies import a_nan
 
 
 def lines_on_disk(path):
@@ -34,7 +27,7 @@ def numbered(num_lines):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), 1e308, np.float32(0.1), -0.0])
 def test_strict_json_always(value):
-    line = anomaly_line(an_anomaly(value=value, baseline=math.nan, score=math.inf, place={"dp": np.int64(3)}))
+    line = anomaly_line(a_nan(value=value, baseline=math.nan, score=math.inf, place={"dp": np.int64(3)}))
 
     def refuse(word):
         raise AssertionError(f"not strict: {word}")

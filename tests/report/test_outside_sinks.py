@@ -16,6 +16,8 @@ from sentinel.errors import ConfigError
 from sentinel.report.alert import sample_alert
 from sentinel.report.sinks.sink_table import build_sink, build_sinks
 
+pytestmark = pytest.mark.slow  # Packages of others are first imported by a process of their own.
+
 FILE_SINK = """
 import msgspec
 from sentinel.report.alert import RouteConfig, headline
@@ -65,7 +67,7 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Offer:
     return install
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def config_file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "daemon.yaml"
     path.write_text(text)
     return path
@@ -75,7 +77,7 @@ def test_a_sink_of_another_package_is_configured_checked_and_used_like_ours(
     offer: Offer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offer(FILE_SINK)
-    path = written(
+    path = config_file(
         tmp_path,
         f"notify:\n  sinks:\n  - type: file\n    path: {tmp_path / 'told'}\n    levels: [1, 2]\n"
         "    route: {min_severity: critical}\n  - type: console\n",
@@ -103,7 +105,7 @@ def test_a_sink_of_another_package_is_configured_checked_and_used_like_ours(
 )  # fmt: skip
 def test_its_keys_are_told_of_like_ours(lines: str, message: str, offer: Offer, tmp_path: Path) -> None:
     offer(FILE_SINK)
-    path = written(tmp_path, f"notify:\n  sinks:\n  {lines}")
+    path = config_file(tmp_path, f"notify:\n  sinks:\n  {lines}")
 
     with pytest.raises(ConfigError, match=re.escape(f"{path}:{message}")):
         load_config(path)
@@ -114,6 +116,7 @@ def test_its_keys_are_told_of_like_ours(lines: str, message: str, offer: Offer, 
     [
         ("raise RuntimeError('no')", "cannot be loaded: RuntimeError: no"),
         ("import sys; sys.exit(4)", "cannot be loaded: SystemExit: 4"),
+        ("import os; os._exit(3)", "cannot be loaded: its import ends the process that imports it, with exit code 3"),
         ("FileConfig = 3", "is no configuration of a sink: expected a msgspec.Struct, got 3"),
         ("import msgspec\nclass FileConfig(msgspec.Struct):\n    name: str = 'a'", "it has no field route"),
         (
@@ -127,9 +130,9 @@ def test_a_broken_package_is_an_error_of_the_line_that_names_it_alone(
 ) -> None:
     offer(body)
 
-    assert load_config(written(tmp_path, "notify:\n  sinks:\n  - type: console\n")).notify.sinks
+    assert load_config(config_file(tmp_path, "notify:\n  sinks:\n  - type: console\n")).notify.sinks
     assert "file_sink_in_question" not in sys.modules
-    path = written(tmp_path, "notify:\n  sinks:\n  - type: console\n  - type: file\n")
+    path = config_file(tmp_path, "notify:\n  sinks:\n  - type: console\n  - type: file\n")
     with pytest.raises(ConfigError) as error:
         load_config(path)
 
@@ -141,7 +144,7 @@ def test_a_sink_that_cannot_be_built_is_told_by_its_name(
     offer: Offer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offer(FILE_SINK)
-    path = written(tmp_path, "notify:\n  sinks:\n  - type: file\n    path: boom\n")
+    path = config_file(tmp_path, "notify:\n  sinks:\n  - type: file\n    path: boom\n")
     notify = load_config(path).notify
 
     with pytest.raises(ConfigError, match=r"notify\.sinks\.file cannot be built: OSError: no such disk"):
@@ -153,17 +156,64 @@ def test_a_sink_that_cannot_be_built_is_told_by_its_name(
 def test_no_package_takes_the_name_of_a_sink_of_ours(offer: Offer, tmp_path: Path) -> None:
     offer("raise RuntimeError('no')")
 
-    assert load_config(written(tmp_path, "notify: {sinks: [{type: slack, url_env: A}]}")).notify.sinks[0].name == "slack"
+    assert load_config(config_file(tmp_path, "notify: {sinks: [{type: slack, url_env: A}]}")).notify.sinks[0].name == "slack"
 
 
 def test_the_example_in_the_docs_is_a_sink(offer: Offer, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     text = (pytestconfig.rootpath / "docs" / "configuration.md").read_text()
     (body,) = re.findall(r'```python\n("""my_package/pager.py.*?)```', text, re.DOTALL)
     offer(body.replace("PagerConfig", "FileConfig"))
-    notify = load_config(written(tmp_path, "notify: {sinks: [{type: file, name: night, url_env: PAGER}]}")).notify
+    notify = load_config(config_file(tmp_path, "notify: {sinks: [{type: file, name: night, url_env: PAGER}]}")).notify
 
     (sink,) = build_sinks(notify, {"PAGER": "http://127.0.0.1:9/x"}, io.StringIO())
 
     assert sink.name == "night"
     with pytest.raises(ConfigError, match=r"notify\.sinks\.night\.url_env"):
         build_sinks(notify, {}, io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "return FileSink(self)",
+            "FileSink(self)",
+            "build() gave NoneType, which is no sink: it has no name and no",
+        ),
+        (
+            "digest_after, max_batch = 0, 1",
+            "",
+            "build() gave FileSink, which is no sink: it has no digest_after and no",
+        ),
+        ("alerts, now", "alerts", "which is no sink: deliver(alerts, now) is called, and it takes (alerts)"),
+    ],
+)
+def test_what_is_built_and_is_no_sink_is_told_before_there_is_an_alert(
+    old: str, new: str, says: str, offer: Offer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer(FILE_SINK.replace(old, new))
+    path = config_file(tmp_path, "notify:\n  sinks:\n  - type: file\n    path: x\n")
+
+    assert run_cli(["check-config", str(path)]) == FOUND
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        ("raise OSError('printer on fire')", "file: failed: OSError: printer on fire ({file}:26)"),
+        (
+            "return None",
+            "file: failed: TypeError: deliver() gave NoneType, expected a sentinel.report.sinks.delivery.",
+        ),
+    ],
+)
+def test_a_sink_that_fails_is_an_outcome_of_the_test_message_and_the_next_one_is_tried(
+    new: str, says: str, offer: Offer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer(FILE_SINK.replace("return SENT", new))
+    path = config_file(tmp_path, f"notify:\n  sinks:\n  - type: file\n    path: {tmp_path / 'told'}\n  - type: console\n")
+
+    assert run_cli(["notify", "test", "--config", str(path)]) == FOUND
+    out = capsys.readouterr().out
+    assert says.format(file=tmp_path / "packages" / "file_sink_in_question.py") in out and "console: sent" in out

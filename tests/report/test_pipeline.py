@@ -1,15 +1,15 @@
 import itertools
 import random
 
-import msgspec
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, alerts_for, open_alerts, sample_alert
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket
 from sentinel.report.sinks.delivery import SENT, Delivery
+
+from ..support.anomalies import an_incident
 
 ROUTES = [("fake", RouteConfig())]
 LATER = Delivery(outcome="retry", detail="HTTP 500")
@@ -40,14 +40,6 @@ class FakeResendingSink(FakeSink):
 
     def keep_alive(self, now):
         return None, now + 60.0
-
-
-def an_incident(number=1, **changes):
-    one = Incident(
-        id=f"i{number}", revision=1, run="r", attempt=0, state="open", opened_step=7, last_step=7,
-        severity=Severity.WARNING, title="spike", root=None, time=100.0,
-    )  # fmt: skip
-    return msgspec.structs.replace(one, **changes)
 
 
 class Bench:

@@ -8,7 +8,6 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
-from sentinel.incident import Incident
 from sentinel.report.alert import RouteConfig, alerts_for
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
@@ -16,6 +15,8 @@ from sentinel.report.sinks.delivery import SENT, Delivery, judge_answer, retry_a
 from sentinel.report.sinks.sink_table import NotifyConfig, build_sinks
 from sentinel.report.sinks.slack import MAX_BLOCKS, MAX_SECTION, MAX_TOTAL, SlackConfig, SlackSink, clip, escape
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
+
+from ..support.anomalies import an_incident
 
 ENVIRON = {"SLACK": "https://hooks.slack.example/services/T/B/secret", "KEY": "k3y"}
 
@@ -30,17 +31,16 @@ class FakePoster:
         return self.answers.pop(0) if self.answers else SENT
 
 
-def an_incident(number=1, **changes):
-    one = Incident(
-        id=f"i{number}", revision=1, run="r", attempt=0, state="open", opened_step=71, last_step=72,
-        severity=Severity.CRITICAL, title="NaN in blocks.3", root="a", root_name="blocks.3.mlp activation rank 2",
-        ranks=(2,), time=900.0,
-    )  # fmt: skip
-    return msgspec.structs.replace(one, **changes)
+def on_rank_2(number=1, **changes):
+    usual = {
+        "opened_step": 71, "last_step": 72, "severity": Severity.CRITICAL, "root": "a",
+        "root_name": "blocks.3.mlp activation rank 2", "ranks": (2,), "time": 900.0,
+    }  # fmt: skip
+    return an_incident(number, **(usual | changes))
 
 
 def an_alert(sink, before=None, after=None, **changes):
-    return alerts_for(before, after or an_incident(**changes), [(sink, RouteConfig())], now=1000.0)[0]
+    return alerts_for(before, after or on_rank_2(**changes), [(sink, RouteConfig())], now=1000.0)[0]
 
 
 def slack(**changes):
@@ -161,7 +161,7 @@ def test_webhook_carries_an_idempotency_key_and_a_signature():
     assert json.loads(body)["alerts"][0]["incident"]["root_name"] == "blocks.3.mlp activation rank 2"
 
 
-def alertmanager(**changes):
+def alertmanager_sink(**changes):
     poster = FakePoster(changes.pop("answers", ()))
     return AlertmanagerSink(AlertmanagerConfig(**changes), poster, {}), poster
 
@@ -171,7 +171,7 @@ def posted(poster, number=-1):
 
 
 def test_alertmanager_labels_hold_nothing_that_changes_by_itself():
-    sink, poster = alertmanager(labels={"team": "pretraining"})
+    sink, poster = alertmanager_sink(labels={"team": "pretraining"})
 
     sink.deliver([an_alert("am")], now=1000.0)
     sink.deliver([an_alert("am", revision=2, last_step=99, num_members=7, time=950.0)], now=1010.0)
@@ -187,7 +187,7 @@ def test_alertmanager_labels_hold_nothing_that_changes_by_itself():
 
 
 def test_alertmanager_hears_of_open_incidents_again_and_they_end_by_themselves():
-    sink, poster = alertmanager(resend_interval_s=10.0)
+    sink, poster = alertmanager_sink(resend_interval_s=10.0)
     sink.deliver([an_alert("am")], now=1000.0)
 
     assert sink.keep_alive(1005.0) == (None, 1010.0)
@@ -198,9 +198,9 @@ def test_alertmanager_hears_of_open_incidents_again_and_they_end_by_themselves()
 
 
 def test_alertmanager_is_told_of_the_end_and_then_no_more():
-    sink, poster = alertmanager()
+    sink, poster = alertmanager_sink()
     sink.deliver([an_alert("am")], now=1000.0)
-    closed = an_alert("am", before=an_incident(), after=an_incident(revision=2, state="resolved"))
+    closed = an_alert("am", before=on_rank_2(), after=on_rank_2(revision=2, state="resolved"))
 
     sink.deliver([closed], now=1030.0)
 
@@ -210,8 +210,8 @@ def test_alertmanager_is_told_of_the_end_and_then_no_more():
 
 
 def test_alertmanager_keeps_the_end_of_a_run_for_an_hour_and_nothing_keeps_it_alive():
-    sink, poster = alertmanager()
-    died = an_alert("am", after=an_incident(state="ended", detectors=("RunEnded",)))
+    sink, poster = alertmanager_sink()
+    died = an_alert("am", after=on_rank_2(state="ended", detectors=("RunEnded",)))
 
     sink.deliver([died], now=1000.0)
 
@@ -222,21 +222,21 @@ def test_alertmanager_keeps_the_end_of_a_run_for_an_hour_and_nothing_keeps_it_al
 
 
 def test_alertmanager_resolves_what_a_run_left_open_with_its_end():
-    sink, poster = alertmanager()
+    sink, poster = alertmanager_sink()
     sink.deliver([an_alert("am")], now=1000.0)
 
-    sink.deliver([an_alert("am", before=an_incident(), after=an_incident(revision=2, state="ended"))], now=1030.0)
+    sink.deliver([an_alert("am", before=on_rank_2(), after=on_rank_2(revision=2, state="ended"))], now=1030.0)
 
     assert posted(poster)[0]["endsAt"] == "1970-01-01T00:17:10.000Z"
     assert posted(poster)[0]["annotations"]["resolution"] == "ended"
 
 
 def test_a_raised_severity_takes_the_old_labels_back():
-    sink, poster = alertmanager()
-    mild = an_incident(severity=Severity.WARNING)
+    sink, poster = alertmanager_sink()
+    mild = on_rank_2(severity=Severity.WARNING)
     sink.deliver([an_alert("am", after=mild)], now=1000.0)
 
-    sink.deliver([an_alert("am", before=mild, after=an_incident(revision=2, paged=True))], now=1005.0)
+    sink.deliver([an_alert("am", before=mild, after=on_rank_2(revision=2, paged=True))], now=1005.0)
 
     old, new = posted(poster)
     assert (old["labels"]["severity"], old["labels"]["page"], old["annotations"]["resolution"]) == (
@@ -248,7 +248,7 @@ def test_a_raised_severity_takes_the_old_labels_back():
 
 
 def test_a_failed_keep_alive_is_tried_again_soon():
-    sink, _ = alertmanager(answers=[SENT, Delivery(outcome="retry")])
+    sink, _ = alertmanager_sink(answers=[SENT, Delivery(outcome="retry")])
     sink.deliver([an_alert("am")], now=1000.0)
 
     delivery, due = sink.keep_alive(1060.0)
@@ -257,7 +257,7 @@ def test_a_failed_keep_alive_is_tried_again_soon():
 
 
 def test_one_peer_that_answers_is_enough():
-    sink, poster = alertmanager(urls=("http://a:1", "http://b:2/prefix/"), answers=[Delivery(outcome="retry"), SENT])
+    sink, poster = alertmanager_sink(urls=("http://a:1", "http://b:2/prefix/"), answers=[Delivery(outcome="retry"), SENT])
 
     delivery = sink.deliver([an_alert("am")], now=1000.0)
 
@@ -266,7 +266,7 @@ def test_one_peer_that_answers_is_enough():
 
 
 def test_after_a_restart_what_stands_is_sent_at_once():
-    sink, poster = alertmanager()
+    sink, poster = alertmanager_sink()
 
     sink.restore([an_alert("am")])
     delivery, _ = sink.keep_alive(1.0)

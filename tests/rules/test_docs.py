@@ -27,7 +27,9 @@ SECTIONS = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE
 
 
 def section_of(detector: str) -> str:
-    return next(body for title, body in SECTIONS.items() if f"`{detector}`" in title)
+    found = [body for title, body in SECTIONS.items() if f"`{detector}`" in title]
+    assert found, f"docs/rules.md: expected a heading ### `{detector}`, found none"
+    return found[0]
 
 
 def shown(value: object) -> str:
@@ -177,6 +179,7 @@ def test_one_permission_is_not_the_next_commands(own: Path, capsys: Any) -> None
     assert run_cli(["rules", "check", "record.yaml"]) == 1
 
 
+@pytest.mark.slow
 def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(own))
     point = importlib.metadata.EntryPoint("AboveRecord", "my_detectors:AboveRecord", ENTRY_POINTS)
@@ -187,12 +190,14 @@ def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch:
     assert len(replayed(own)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ("raise RuntimeError('no')", "cannot be loaded: RuntimeError: no"),
         ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
         ("import no_such_module", "cannot be loaded: ModuleNotFoundError"),
+        ("import os; os._exit(3)", "cannot be loaded: its import ends the process that imports it, with exit code 3"),
         ("x = 1", "cannot be loaded: AttributeError"),
         ("class Plug: pass", 'is no detector: expected a class attribute declares = Declaration(summary="...", statistics='),
         (
@@ -202,6 +207,11 @@ def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch:
         (
             DECLARE + "class Plug: declares = Declaration(summary='any', over='ends')",
             'is no detector: it declares over="ends"',
+        ),
+        (
+            DECLARE + "class Plug:\n  declares = Declaration(summary='any')\n  state = learn = print\n"
+            "  def score(self, values: list[int]): ...",
+            "is no detector: score(values, state) is called, and it takes (values: list[int]); see the contract",
         ),
         (
             DECLARE + "class Plug: declares = Declaration(summary='any', statistics='norm')",
@@ -223,7 +233,6 @@ def test_a_broken_package_is_named_and_only_a_rule_that_names_it_is_refused(
     (tmp_path / "plug_in_question.py").write_text(body)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plug_in_question", raising=False)
-    monkeypatch.setattr("sentinel.detect._said", set())
     (tmp_path / "other.yaml").write_text("rules: [{name: loss-spike, severity: critical}]")
     (tmp_path / "asks.yaml").write_text("rules:\n- name: a\n  detector: Plug\n")
 
@@ -238,6 +247,23 @@ def test_a_broken_package_is_named_and_only_a_rule_that_names_it_is_refused(
     assert run_cli(["rules", "check", str(tmp_path / "asks.yaml")]) == 1
     out = capsys.readouterr().out
     assert 'asks.yaml:3: rule "a": entry point "Plug"' in out and says in out
+
+
+@pytest.mark.slow
+def test_a_name_that_two_packages_offer_is_neithers(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(own))
+    points = [
+        importlib.metadata.EntryPoint("AboveRecord", f"{module}:AboveRecord", ENTRY_POINTS) for module in ("one", "two")
+    ]
+    monkeypatch.setattr("sentinel.entry_points.entry_points", lambda group: points)
+    pack = own / "record.yaml"
+    pack.write_text(pack.read_text().replace("my_detectors:AboveRecord", "AboveRecord"))
+
+    assert run_cli(["rules", "check", "record.yaml"]) == 1
+    assert "is offered a second time, by " in (said := capsys.readouterr().out) and "uninstall all packages but one" in said
+    assert run_cli(["rules", "check"]) == 0
 
 
 @pytest.mark.parametrize(

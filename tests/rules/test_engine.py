@@ -375,6 +375,7 @@ def test_replay_is_identical(paper_run, with_nan):
     assert sum(map(len, first)) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 35, 61, 92, 101, 131])
 def test_a_restart_changes_no_anomaly(paper_run, with_nan, cut):
     views = list(eventful(paper_run(TENSORS), np.random.default_rng(5), with_nan))

@@ -141,11 +141,11 @@ def test_audit_keeps_who_and_what(journal: Journal) -> None:
 
 
 def test_facts_and_packs_are_kept(journal: Journal) -> None:
-    journal.facts.remember("log", "12")
+    journal.values.put("log", "12")
     journal.keep_pack("abc", b"rules")
 
-    assert journal.facts.recall("log") == "12"
-    assert journal.facts.recall("other") is None
+    assert journal.values.get("log") == "12"
+    assert journal.values.get("other") is None
     assert journal.pack("abc") == b"rules"
     assert journal.pack("other") is None
 
@@ -200,7 +200,7 @@ def test_a_reader_meets_a_whole_journal_or_none(tmp_path: Path) -> None:
 def test_the_log_of_a_journal_that_was_moved_away_is_not_played_into_the_next(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     former = Journal(path)
-    former.facts.remember("fact", "old")
+    former.values.put("fact", "old")
     for end in ("", "-wal"):
         (tmp_path / f"kept{end}").write_bytes((tmp_path / f"j.sqlite{end}").read_bytes())
     former.close()
@@ -209,7 +209,7 @@ def test_the_log_of_a_journal_that_was_moved_away_is_not_played_into_the_next(tm
 
     journal = Journal(path)
 
-    assert journal.facts.recall("fact") is None
+    assert journal.values.get("fact") is None
     journal.close()
 
 
@@ -308,7 +308,7 @@ def test_a_run_is_locked_by_one(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_journal_as_it_was_and_usable(journal: Journal) -> None:
-    journal.facts.remember("before", "kept")
+    journal.values.put("before", "kept")
     pages = journal._file.one("PRAGMA page_count")
     journal._file.db.execute(f"PRAGMA max_page_count = {pages}")
 
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was_and_usable(journal: Journal) -
     assert journal.last_seq == 0
     journal._file.db.execute("PRAGMA max_page_count = 1000000")
     journal.record([(1, "step", b"again")])
-    assert journal.facts.recall("before") == "kept"
+    assert journal.values.get("before") == "kept"
 
 
 def test_a_commit_that_fails_is_taken_back(journal: Journal) -> None:
@@ -337,8 +337,8 @@ def test_a_commit_that_fails_is_taken_back(journal: Journal) -> None:
     db = journal._file.db
     journal._file.db = FailsAtCommit(db)  # type: ignore[assignment]
     with pytest.raises(sqlite3.OperationalError, match="full"):
-        journal.facts.remember("lost", "never said")
+        journal.values.put("lost", "never said")
     journal._file.db = db
 
-    journal.facts.remember("next", "works")
-    assert journal.facts.recall("lost") is None
+    journal.values.put("next", "works")
+    assert journal.values.get("lost") is None

@@ -73,7 +73,7 @@ def test_a_file_at_fault_is_to_be_moved_away(name: str, what: str, tmp_path: Pat
 def test_a_damaged_journal_is_told_from_a_torn_one_and_neither_leaks_a_file(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = Journal(path)
-    journal.facts.remember("a", "b" * 100_000)
+    journal.values.put("a", "b" * 100_000)
     journal.close()
     path.write_bytes(path.read_bytes()[:5000])
     num_open = len(list(Path("/proc/self/fd").iterdir()))

@@ -1,1 +1,22 @@
-"""What tests of several folders share, one module for each thing that it holds."""
+"""What tests of several folders share, one module for each thing that it holds.
+
+| to | take |
+|---|---|
+| make an anomaly or an incident | `anomalies`: `a_nan`, `an_excursion`, `an_incident`, each with the fields that differ |
+| write a run that nobody trained, and judge it | `serving`: `small_run`, `served`, `catch_up`, `judge_run` |
+| read back what a judge wrote | `results`: `anomalies`, `revisions`, `incidents`, `decisions`, `result_bytes` |
+| get the steps of a run as a daemon closes them | `closed_steps`: `closed_steps`, `statistics`, `FollowedRun` |
+| drive a detector over series | `series`: `scores_of`, `first_anomalous`, `autoregressive` |
+| build a model of milliseconds, with its data | `nets`: `TinyModel`, `tokens`, `loss_of`, `weights_of` |
+| train it for some steps | `training`: `train_steps` |
+| read back what ranks wrote into their spools | `spools`: `Said` by name, `Spoken` of what still writes, `decoded` frames |
+| compare a row with its tensor | `truth`: `assert_row_of`; `spools`: `norm`; `nets`: `outputs` of modules |
+| count how often the host waits for a device | `host_waits`: `HostWaits` |
+| run a function on several ranks | `forked`: `start_ranks`; `ports`: `free_port` |
+| start a program that needs torch, or a command | `warm`: `interpreter`, `cli` |
+| judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
+| wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
+| receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
+
+Synthetic runs, planted faults, a clock and the battery of detectors are in `sentinel.testing`, which others have too.
+"""

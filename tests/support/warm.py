@@ -10,11 +10,10 @@ torchrun reads it, what the program starts with its own `sys.executable` begins 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
+import fcntl
 import functools
 import os
-import shutil
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -29,30 +28,34 @@ START_S = 120.0
 
 @functools.cache
 def interpreter() -> str:
-    """Return the path of the executable; the first call starts the server, which ends with this process."""
-    folder = Path(tempfile.mkdtemp(prefix="sentinel-warm-"))
-    address = folder / "socket"
+    """Return the path of the executable. All workers of a test run share one server, which ends with their controller."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    owner = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"sentinel-warm-{run or secrets.token_hex(16)}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.geteuid()
+    address, executable = folder / "socket", folder / "python"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not executable.exists():
+            start_server(address, owner)
+            executable.write_text(f"#!{sys.executable} -ISE\nADDRESS = {str(address)!r}\n{STAND_IN.read_text()}")
+            executable.chmod(0o700)
+    return str(executable)
+
+
+def start_server(address: Path, owner: int) -> None:
+    """Start the server that ends, and removes the folder of its address, when the process `owner` is over."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
     server = subprocess.Popen(
-        [sys.executable, str(SERVER), str(address)], env={**environment, "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE
+        [sys.executable, str(SERVER), str(address), str(owner)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
     )
-
-    def end() -> None:
-        assert server.stdin is not None
-        server.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(10)
-        shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(end)
     until = time.monotonic() + START_S
     while not address.exists():
         assert server.poll() is None and time.monotonic() < until, "the server of warm interpreters did not come up"
         time.sleep(0.02)
-    executable = folder / "python"
-    executable.write_text(f"#!{sys.executable} -ISE\nADDRESS = {str(address)!r}\n{STAND_IN.read_text()}")
-    executable.chmod(0o700)
-    return str(executable)
 
 
 def cli() -> list[str]:

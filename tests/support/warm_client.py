@@ -13,12 +13,12 @@ FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 def main(address: str) -> None:
     """Run the program to its end."""
     # Until the program's number is known a signal waits.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)]
     mask = os.umask(0)
     os.umask(mask)
     ignored = [int(number) for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
     folder = os.getcwd()  # noqa: PTH109  (pathlib takes longer to import than all of this)
-    reported = json.dumps([sys.argv[1:], dict(os.environ), folder, mask, ignored]).encode()
+    reported = json.dumps([sys.argv[1:], dict(os.environ), folder, mask, ignored, blocked]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
         server.connect(address)
@@ -38,7 +38,10 @@ def main(address: str) -> None:
 def forward(pid: int, number: int) -> None:
     """Send a signal to the program and its children."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:  # It has no session of its own yet.
+            os.kill(pid, number)
 
 
 main(ADDRESS)  # noqa: F821  (set in the line before this text)

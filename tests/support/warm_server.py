@@ -9,6 +9,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 PRELOADED = (
     "numpy", "torch", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
-    "torch.distributed.run", "sentinel.collect.attach", "sentinel.daemon.app", "tests.support.frozen",
+    "torch.distributed.run", "sentinel.collect.attach", "sentinel.daemon.daemon", "tests.support.frozen",
 )  # fmt: skip
 
 
@@ -32,11 +33,14 @@ class Program:
     def begin(self) -> list[str] | None:
         """Fork; returns in the child its arguments, and None here."""
         reported, streams, _, _ = socket.recv_fds(self.stand_in, 2**20, 3)
-        arguments, environment, folder, mask, ignored = json.loads(reported)
+        arguments, environment, folder, mask, ignored, blocked = json.loads(reported)
         sys.stdout.flush()
         sys.stderr.flush()
+        # Until it has the stand-in's own mask, a signal for it waits.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
             self.pidfd = os.pidfd_open(self.pid)
             self.stand_in.send(str(self.pid).encode())
         else:
@@ -55,9 +59,12 @@ class Program:
         os.umask(mask)
         os.environ.clear()
         os.environ.update(environment)
+        sys.path[1:1] = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+        importlib.invalidate_caches()
         sys.executable = environment.get("PYTHON_EXEC", sys.executable)
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return list(arguments)
 
     def end(self) -> None:
@@ -72,17 +79,19 @@ class Program:
         os.close(self.pidfd)
 
 
-def serve(listener: socket.socket) -> list[str]:
-    """Answer stand-ins until standard input ends; returns in each program, with its arguments."""
+def serve(listener: socket.socket, owner: int) -> list[str]:
+    """Answer stand-ins until the process `owner` is over; returns in each program, with its arguments."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    selector.register(0, selectors.EVENT_READ)
+    owner_fd = os.pidfd_open(owner)
+    selector.register(owner_fd, selectors.EVENT_READ)
     programs: set[Program] = set()
     while True:
         for key, _ in selector.select():
-            if key.fd == 0:
+            if key.fd == owner_fd:
                 for program in programs:
                     _kill(program)
+                shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)
                 os._exit(0)
             elif key.data is None:
                 program = Program(listener.accept()[0])
@@ -90,6 +99,7 @@ def serve(listener: socket.socket) -> list[str]:
                 if arguments is not None:
                     selector.close()
                     listener.close()
+                    os.close(owner_fd)
                     program.stand_in.close()
                     for other in programs:
                         other.close()
@@ -174,5 +184,5 @@ if __name__ == "__main__":
         begins.bind(str(draft))
         begins.listen(64)
         draft.rename(sys.argv[1])
-        arguments = serve(begins)
+        arguments = serve(begins, int(sys.argv[2]))
     end(code_of(arguments))

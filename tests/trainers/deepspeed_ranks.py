@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layouts.net import BATCH, Net, loss_of, tokens
-from ..ports import free_port
+from ..layouts.net import BATCH, Net, shifted_loss, tokens_of
+from ..support.ports import free_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "deepspeed", "sentinel.collect.attach"])
@@ -167,8 +167,8 @@ def make_engine(job: Job) -> Any:
 
 def backward(engine: Any, job: Job, step: int, micro_step: int, rank: int, world: int) -> torch.Tensor:
     """Run forward and backward of one micro-batch; return the loss."""
-    batch = tokens(step).view(job.accumulate, world, BATCH // job.accumulate // world, -1)[micro_step, rank]
-    loss = loss_of(engine(batch), batch)
+    batch = tokens_of(step).view(job.accumulate, world, BATCH // job.accumulate // world, -1)[micro_step, rank]
+    loss = shifted_loss(engine(batch), batch)
     if job.torch_style:
         engine.scale(loss).backward() if job.precision == "fp16" else loss.backward()
     else:
@@ -213,7 +213,7 @@ def num_collectives() -> int:
     return sum(int(group._get_sequence_number_for_group()) for group in dist.distributed_c10d._world.pg_map)
 
 
-def train(rank: int, world: int, job: Job, phase: str) -> dict[str, Any]:
+def train_engine(rank: int, world: int, job: Job, phase: str) -> dict[str, Any]:
     """Train once; return what a rank can tell."""
     torch.manual_seed(0)
     engine = make_engine(job)
@@ -253,7 +253,7 @@ def phases(rank: int, world: int, folder: Path, job: Job, names: tuple[str, ...]
     """The usual job of a rank: train in each phase and save what it says."""
     for name in names:
         if name != "truth" or job.has_truth:
-            torch.save(train(rank, world, job, name), folder / f"{name}-{rank}.pt")
+            torch.save(train_engine(rank, world, job, name), folder / f"{name}-{rank}.pt")
 
 
 def many(rank: int, world: int, folder: Path, jobs: dict[str, Job], names: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layouts.net import Net, loss_of, tokens
+from ..layouts.net import Net, shifted_loss, tokens_of
 from .deepspeed_ranks import EVERYTHING, Job, backward, make_engine, num_collectives, weights
 
 POISONED = 1
@@ -96,8 +96,8 @@ def overflowing(rank: int, world: int, folder: Path, stage: int, precision: str)
     for step in range(job.num_steps):
         before = weights(engine)
         said["scales"].append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
-        batch = tokens(step).view(world, -1, tokens(0).shape[1])[rank]
-        loss = loss_of(engine(batch), batch)
+        batch = tokens_of(step).view(world, -1, tokens_of(0).shape[1])[rank]
+        loss = shifted_loss(engine(batch), batch)
         engine.backward(loss * float("nan") if step == POISONED and rank == 1 else loss)
         engine.step()
         said["skipped"].append(int(engine.skipped_steps))
@@ -115,8 +115,8 @@ def autocast(rank: int, world: int, folder: Path, stage: int) -> dict[str, Any]:
     engine = make_engine(job)
     monitor = sentinel.attach_deepspeed(engine, EVERYTHING)
     for step in range(job.num_steps):
-        batch = tokens(step).view(world, -1, tokens(0).shape[1])[rank]
-        loss = loss_of(engine(batch), batch)
+        batch = tokens_of(step).view(world, -1, tokens_of(0).shape[1])[rank]
+        loss = shifted_loss(engine(batch), batch)
         engine.backward(loss * float("nan") if step == POISONED and rank == 1 else loss)
         engine.step()
     monitor.detach()
@@ -189,7 +189,7 @@ def pipeline(rank: int, world: int, folder: Path) -> dict[str, Any]:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=job.config())
         first = num_collectives()
         monitor = sentinel.attach_deepspeed(engine, EVERYTHING) if phase == "watched" else None
-        batches = iter([(tokens(n)[:1], tokens(n)[:1]) for n in range(4 * job.num_steps)])
+        batches = iter([(tokens_of(n)[:1], tokens_of(n)[:1]) for n in range(4 * job.num_steps)])
         losses, norms = [], []
         for _ in range(job.num_steps):
             losses.append(float(engine.train_batch(data_iter=batches)))
@@ -212,9 +212,9 @@ def evaluated(rank: int, world: int, folder: Path) -> dict[str, Any]:
             backward(engine, job, step, micro_step, rank, world)
             engine.step()
             engine.eval()
-            engine(tokens(99))
+            engine(tokens_of(99))
             with torch.no_grad():
-                engine(tokens(98))
+                engine(tokens_of(98))
             engine.train()
     monitor.detach()
     return {}

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..ports import free_port
+from ..support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3

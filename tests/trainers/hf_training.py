@@ -10,9 +10,7 @@ import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from sentinel.wire.frame import Frame, scan
-
-from ..collect.conftest import ALL_KINDS, Said
+from ..support.spools import ALL_KINDS, Said, spool_folders, whole_frames
 from . import hf_models
 
 EVERYTHING = {"kinds": ALL_KINDS}
@@ -52,14 +50,11 @@ def scalar(said: Said, name: str) -> dict[int, float]:
 def incarnations(run: Path, rank: int = 0) -> list[Said]:
     """What each incarnation of a rank said, by attempt."""
     found: dict[int, Said] = {}
-    for folder in run.glob(f"spool/r{rank:05d}-*"):
-        incarnation = Said(run, rank=99_999)
-        for path in sorted(folder.glob("*.spool")):
-            data = path.read_bytes()
-            incarnation._read(data)
-            frame = scan(data, 0)
-            assert isinstance(frame, Frame)
-            assert found.setdefault(frame.header.attempt, incarnation) is incarnation
+    for folder in spool_folders(run, rank):
+        (attempt,) = {frame.header.attempt for frame in whole_frames(folder)}
+        assert attempt not in found
+        found[attempt] = Said(run, rank=99_999)
+        found[attempt].read(folder)
     return [found[attempt] for attempt in sorted(found)]
 
 

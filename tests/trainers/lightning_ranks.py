@@ -23,7 +23,7 @@ EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad"
 NUM_STEPS = 4
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Blocks(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(8, 1)
+        self.blocks, self.head = nn.ModuleList([ResidualBlock(), ResidualBlock()]), nn.Linear(8, 1)
         self.norms: list[float] = []
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..support.host_waits import HostWaits
 from .megatron_build import LENGTH, Job, build, cut, global_name, is_expert
 
 
@@ -74,7 +74,7 @@ def make_forward_step(job: Job, now: dict[str, int]) -> Any:
     return forward_step
 
 
-def train(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def train_loop(job: Job, monitor: Any, model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """Megatron's train loop: what it prints, and what this test computes of the gradients itself."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -239,19 +239,6 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
-class Synchronising(TorchDispatchMode):
-    """Counts ops that would wait for a device, in the training thread."""
-
-    def __init__(self, counts: dict[str, int]) -> None:
-        super().__init__()
-        self.counts = counts
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")):
-            self.counts["synchronising"] = self.counts.get("synchronising", 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 def _counting(original: Any, name: str, counts: dict[str, int]) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -323,9 +310,12 @@ def run_rank(job: Job, rank: int) -> dict[str, Any]:
                     assert monitor is not former and not former.is_alive
             during = traces(model, optimizer)
             began = time.perf_counter()
+            waits = HostWaits() if job.counts_synchronising else None
             try:
-                with Synchronising(counts) if job.counts_synchronising else contextlib.nullcontext():
-                    result = train(job, monitor, model, optimizer, scheduler)
+                with waits or contextlib.nullcontext():
+                    result = train_loop(job, monitor, model, optimizer, scheduler)
+                if waits is not None:
+                    counts["synchronising"] = waits.count
             except RuntimeError as error:
                 if job.raise_at < 0:
                     raise

@@ -25,19 +25,17 @@ from accelerate.tracking import GeneralTracker
 import sentinel
 from sentinel.record import Flag
 
-from ..collect import conftest
-from ..collect.conftest import ALL_KINDS, Said, TinyModel, norm
-from .hf_training import incarnations, scalar, steps
+from ..support.nets import TinyModel
+from ..support.spools import ALL_KINDS, Said, norm
+from .hf_training import incarnations, same, scalar, steps
 
 pytestmark = pytest.mark.trainer
 
 EVERYTHING = {"kinds": ALL_KINDS}
-run = conftest.run
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch.set_num_threads(1)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -145,10 +143,6 @@ class Loop:
         if self.monitor is not None:
             self.monitor.detach()
         return {name: value.clone() for name, value in self.accelerator.unwrap_model(self.model).state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

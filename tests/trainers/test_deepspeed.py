@@ -14,9 +14,11 @@ import torch
 
 from sentinel.record import Flag
 
-from ..end_to_end.ranks import ROOT, Spoken
-from ..layouts.layout import STATISTICS, differences, gradient_norm, received, statistics
-from ..layouts.net import loss_of, tokens
+from ..end_to_end.ranks import ROOT
+from ..layouts.layout import differences, gradient_norm
+from ..layouts.net import shifted_loss, tokens_of
+from ..support.closed_steps import STATISTICS, closed_steps, statistics
+from ..support.spools import Spoken
 
 pytest.importorskip("deepspeed")
 
@@ -79,11 +81,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         monitor = sentinel.attach(model, optimizer, EVERYTHING)
         for step in range(3):
             optimizer.zero_grad()
-            loss_of(model(tokens(step)), tokens(step)).backward()
+            shifted_loss(model(tokens_of(step)), tokens_of(step)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         monitor.detach()
-    return received(folder)
+    return closed_steps(folder / "run")
 
 
 def said_by(folder: Path, what: str) -> list[dict[str, Any]]:
@@ -135,7 +137,7 @@ def test_nothing_is_changed_and_no_collective_is_added(name: str, jobs: Path) ->
 
 @pytest.mark.parametrize("name", JOBS)
 def test_gradients_are_whole_reduced_unscaled_and_unclipped(name: str, jobs: Path) -> None:
-    job, views = JOBS[name], received(jobs / name)
+    job, views = JOBS[name], closed_steps(jobs / name / "run")
 
     assert [view.step for view in views] == list(range(1, job.num_steps + 1))  # As DeepSpeed prints them.
     if job.has_truth:
@@ -149,7 +151,7 @@ def test_gradients_are_whole_reduced_unscaled_and_unclipped(name: str, jobs: Pat
 
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.is_plain])
 def test_names_and_statistics_are_those_of_one_process(name: str, jobs: Path, alone: list[Any]) -> None:
-    views = received(jobs / name)
+    views = closed_steps(jobs / name / "run")
 
     if JOBS[name].precision == "fp32":
         kinds = ("wgrad", "param") if JOBS[name].accumulate > 1 else ("wgrad", "param", "activation")
@@ -171,7 +173,7 @@ def test_shards_have_parts_and_replicas_have_none(stage: int, jobs: Path) -> Non
 
 
 def test_the_black_box_has_its_borders_under_zero_3(jobs: Path, alone: list[Any]) -> None:
-    view = received(jobs / "zero3-fp32")[0]
+    view = closed_steps(jobs / "zero3-fp32" / "run")[0]
 
     assert {t.key: t.border for t in view.tensors} == {t.key: t.border for t in alone[0].tensors}
     assert {t.border for t in view.tensors} == {"", "block_input", "block_output", "chunk_output"}
@@ -186,7 +188,7 @@ def test_micro_steps_are_counted(jobs: Path) -> None:
 
 def test_a_recomputed_forward_is_counted_once(jobs: Path, alone: list[Any]) -> None:
     for name in ("zero2-checkpointing", "zero3-checkpointing"):
-        views = received(jobs / name)
+        views = closed_steps(jobs / name / "run")
         are_like(views, alone, ("wgrad", "param", "activation"))
         assert {end.num_micro_steps for end in Spoken(jobs / name / "run", 0).ends.values()} == {1}
 
@@ -218,7 +220,7 @@ def test_step_number_is_the_one_deepspeed_prints(stories: Path) -> None:
 @pytest.mark.parametrize("name", [f"overflow-{stage}-fp16" for stage in range(4)] + ["overflow-2-fp32"])
 def test_a_skipped_step_is_a_step_and_keeps_its_bad_gradients(name: str, stories: Path) -> None:
     folder = stories / name
-    said, views = said_by(folder, "said")[0], received(folder)
+    said, views = said_by(folder, "said")[0], closed_steps(folder / "run")
 
     assert said["skipped"] == [0, 1, 1, 1]
     assert said["same"] == [False, True, False, False]
@@ -239,7 +241,7 @@ def test_a_skipped_step_is_a_step_and_keeps_its_bad_gradients(name: str, stories
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_under_torchs_own_scaler_are_unscaled(stage: int, stories: Path, alone: list[Any]) -> None:
-    views = received(stories / f"autocast-{stage}")
+    views = closed_steps(stories / f"autocast-{stage}" / "run")
 
     assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, True), (3, False)]
     assert views[0].scalars["loss_scale"].mean == 65536.0
@@ -251,7 +253,7 @@ def test_gradients_under_torchs_own_scaler_are_unscaled(stage: int, stories: Pat
 
 
 def test_a_pipeline_of_deepspeed_is_one_model(stories: Path) -> None:
-    views = received(stories / "pipeline")
+    views = closed_steps(stories / "pipeline" / "run")
     linear = ["4.weight", "4.bias", *[f"{n}.fc.{kind}" for n in (1, 2, 3) for kind in ("weight", "bias")]]
 
     for said in said_by(stories / "pipeline", "said"):
@@ -269,7 +271,7 @@ def test_a_pipeline_of_deepspeed_is_one_model(stories: Path) -> None:
 
 
 def test_a_model_compiled_after_attach_is_measured_inside_too(stories: Path, alone: list[Any]) -> None:
-    views = received(stories / "compiled")
+    views = closed_steps(stories / "compiled" / "run")
 
     are_like(views, alone, ("wgrad", "param", "activation"))
     assert [view.step for view in views] == [1, 2, 3]
@@ -287,7 +289,7 @@ def test_a_new_engine_on_the_same_model_is_followed(stories: Path) -> None:
 
 
 def test_evaluation_in_the_loop_is_not_measured(stories: Path, alone: list[Any]) -> None:
-    views = received(stories / "evaluated")
+    views = closed_steps(stories / "evaluated" / "run")
 
     are_like(views, alone, ("wgrad", "param", "activation"))
     for rank in range(WORLD):

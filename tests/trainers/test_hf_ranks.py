@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ..layouts.layout import differences, gradient_norm, received, statistics
+from ..layouts.layout import differences, gradient_norm
+from ..support.closed_steps import closed_steps, statistics
 from .hf_ranks import MAX_NORM, NUM_STEPS, launch
 
 pytestmark = pytest.mark.trainer
@@ -27,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, 
     def one(mode: str, **settings: Any) -> tuple[Any, Any]:
         if mode not in known:
             folder = tmp_path_factory.mktemp(mode)
-            known[mode] = launch(folder, mode, 1, EVERYTHING, **settings), received(folder)
+            known[mode] = launch(folder, mode, 1, EVERYTHING, **settings), closed_steps(folder / "run")
         return known[mode]
 
     return one
@@ -55,7 +56,7 @@ def test_two_processes_mean_what_one_means(tmp_path: Path, layout: str, alone: C
 
     bare = launch(tmp_path / "bare", mode, 2, None, **settings)
     watched = launch(tmp_path / "watched", mode, 2, EVERYTHING, **settings)
-    views = received(tmp_path / "watched")
+    views = closed_steps(tmp_path / "watched" / "run")
 
     assert watched == bare  # losses, norms and weights to the bit, and as many collectives
     assert bare[0]["collectives"] > 0

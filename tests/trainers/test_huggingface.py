@@ -24,19 +24,11 @@ import sentinel
 from sentinel.errors import ConfigError
 from sentinel.record import Flag
 
-from ..collect import conftest
-from ..collect.conftest import ALL_KINDS, Said, norm
+from ..support.spools import ALL_KINDS, Said, norm
 from . import hf_models
 from .hf_training import EVERYTHING, logged, make, same, scalar, weights
 
 pytestmark = pytest.mark.trainer
-
-run = conftest.run
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class Gradients(TrainerCallback):

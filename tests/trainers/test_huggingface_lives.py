@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
@@ -17,19 +16,11 @@ from transformers import Trainer, TrainerCallback
 
 import sentinel
 
-from ..collect import conftest
-from ..collect.conftest import Said
+from ..support.spools import Said
 from . import hf_models
 from .hf_training import EVERYTHING, incarnations, logged, make, scalar, steps
 
 pytestmark = pytest.mark.trainer
-
-run = conftest.run
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 # -- evaluation, checkpoints, several trainings ------------------------------------------------------------------------

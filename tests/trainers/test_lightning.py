@@ -18,17 +18,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
-from sentinel.ingest.merge import ClosedStep
 
-from ..collect.conftest import ALL_KINDS, Said, norm, run  # noqa: F401
-from ..end_to_end.ranks import ROOT, Spoken, run_command
-from ..ingest.daemon import Ears
-from ..ports import free_port
+from ..end_to_end.ranks import ROOT, run_command
+from ..support.closed_steps import closed_steps, statistics
+from ..support.host_waits import READ, HostWaits
+from ..support.ports import free_port
+from ..support.spools import ALL_KINDS, Said, Spoken, norm
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
@@ -37,14 +36,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]
 
 EVERYTHING = {"kinds": ALL_KINDS}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Lit(pl.LightningModule):
@@ -109,7 +100,7 @@ def said_losses(said: Said) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_step_number_is_the_one_that_loggers_print(tmp_path: Path, run: Path, accumulate: int) -> None:  # noqa: F811
+def test_step_number_is_the_one_that_loggers_print(tmp_path: Path, run: Path, accumulate: int) -> None:
     callback = sentinel.LightningCallback()
     fit = trainer(tmp_path, callback, max_epochs=2, accumulate_grad_batches=accumulate, val_check_interval=4)
 
@@ -136,7 +127,7 @@ def test_step_number_is_the_one_that_loggers_print(tmp_path: Path, run: Path, ac
 )
 def test_losses_and_weights_are_bit_identical(
     tmp_path: Path,
-    run: Path,  # noqa: F811
+    run: Path,
     settings: dict[str, Any],
 ) -> None:
     def train(folder: Path, *callbacks: Any) -> tuple[dict[int, float], list[torch.Tensor]]:
@@ -172,7 +163,7 @@ class ClipsByHand(Lit):
     ],
     ids=["norm", "value", "accumulated", "by hand"],
 )
-def test_wgrad_is_before_clipping(tmp_path: Path, run: Path, model: Any, settings: dict[str, Any]) -> None:  # noqa: F811
+def test_wgrad_is_before_clipping(tmp_path: Path, run: Path, model: Any, settings: dict[str, Any]) -> None:
     lit = model()
 
     trainer(tmp_path, sentinel.LightningCallback(), **settings).fit(lit, data(6))
@@ -195,7 +186,7 @@ def sentinel_flag(name: str) -> int:
     return int(Flag[name])
 
 
-def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run: Path) -> None:
     class Scheduled(Lit):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)
@@ -216,23 +207,11 @@ def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run
         assert end.scalars["train_loss"] == end.scalars["loss"]
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often the host asks a tensor for its value: on a GPU each is a wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_reads += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_is_read_that_lightning_does_not_read(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_nothing_is_read_that_lightning_does_not_read(tmp_path: Path, run: Path) -> None:
     def num_reads(folder: Path, *callbacks: Any) -> int:
-        with Reads() as reads:
+        with HostWaits((READ,)) as reads:
             trainer(folder, *callbacks, gradient_clip_val=0.1, accumulate_grad_batches=2).fit(Lit(), data(8))
-        return reads.num_reads
+        return reads.count
 
     plain = num_reads(tmp_path / "plain")
     watched = num_reads(tmp_path / "watched", sentinel.LightningCallback(EVERYTHING))
@@ -241,7 +220,7 @@ def test_nothing_is_read_that_lightning_does_not_read(tmp_path: Path, run: Path)
     assert len(Said(run).ends) == 4
 
 
-def test_validation_and_sanity_check_are_not_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_validation_and_sanity_check_are_not_measured(tmp_path: Path, run: Path) -> None:
     callback = sentinel.LightningCallback({"kinds": ["activation"], "per_micro_step": True})
     model = Lit()
     trainer(tmp_path, callback, val_check_interval=2).fit(model, data(6), data(3))
@@ -254,7 +233,7 @@ def test_validation_and_sanity_check_are_not_measured(tmp_path: Path, run: Path)
         assert row["count"] == 4
 
 
-def test_training_in_evaluation_mode_is_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_training_in_evaluation_mode_is_measured(tmp_path: Path, run: Path) -> None:
     class Frozen(Lit):
         def on_train_epoch_start(self) -> None:
             self.eval()
@@ -277,7 +256,7 @@ class Forwards(Lit):
         return nn.functional.mse_loss(self(inputs), targets) + self(inputs * 0.5).pow(2).mean()
 
 
-def test_a_batch_is_one_micro_step_however_often_forward_is_called(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_a_batch_is_one_micro_step_however_often_forward_is_called(tmp_path: Path, run: Path) -> None:
     callback = sentinel.LightningCallback({**EVERYTHING, "per_micro_step": True})
     trainer(tmp_path, callback, accumulate_grad_batches=2).fit(Forwards(), data(4))
 
@@ -288,7 +267,7 @@ def test_a_batch_is_one_micro_step_however_often_forward_is_called(tmp_path: Pat
     assert sum(int(row["count"]) for row in said.of(1, "activation", "head")) == 2 * 2 * 4
 
 
-def test_batch_and_loss_are_the_borders_of_the_black_box(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_batch_and_loss_are_the_borders_of_the_black_box(tmp_path: Path, run: Path) -> None:
     class BadBatch(Lit):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return [batch[0] * float("nan") if self.trainer.training else batch[0], batch[1]]
@@ -303,7 +282,7 @@ def test_batch_and_loss_are_the_borders_of_the_black_box(tmp_path: Path, run: Pa
 # -- skipped steps ---------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_the_scaler_skips_is_a_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_a_step_that_the_scaler_skips_is_a_step(tmp_path: Path, run: Path) -> None:
     lit = Lit(lr=0.01)
     lit.faulty, lit.fault = {3}, float("inf")
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -321,7 +300,7 @@ def test_a_step_that_the_scaler_skips_is_a_step(tmp_path: Path, run: Path) -> No
             assert norm(row) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-def test_training_step_that_returns_none_is_a_skipped_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_training_step_that_returns_none_is_a_skipped_step(tmp_path: Path, run: Path) -> None:
     lit = Lit()
     lit.faulty, lit.fault = {2}, None
 
@@ -374,7 +353,7 @@ class Gan(pl.LightningModule):
 
 
 @pytest.mark.parametrize(("toggles", "num_critic"), [(True, 1), (False, 1), (False, 3)])
-def test_manual_gan_is_one_step_a_batch(tmp_path: Path, run: Path, toggles: bool, num_critic: int) -> None:  # noqa: F811
+def test_manual_gan_is_one_step_a_batch(tmp_path: Path, run: Path, toggles: bool, num_critic: int) -> None:
     model = Gan(toggles, num_critic)
 
     trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), max_epochs=2).fit(model, data(4))
@@ -423,7 +402,7 @@ class Manual(Lit):
 
 
 @pytest.mark.parametrize("zeroes", ["before", "after"])
-def test_manual_step_that_the_user_skips_is_a_step(tmp_path: Path, run: Path, zeroes: str) -> None:  # noqa: F811
+def test_manual_step_that_the_user_skips_is_a_step(tmp_path: Path, run: Path, zeroes: str) -> None:
     model = Manual(zeroes=zeroes)
     model.faulty = {2, 3}
 
@@ -436,7 +415,7 @@ def test_manual_step_that_the_user_skips_is_a_step(tmp_path: Path, run: Path, ze
     assert [said.of(step, "wgrad", "head.bias")[0]["num_nan"] for step in range(6)] == [0, 0, 1, 1, 0, 0]
 
 
-def test_manual_accumulation_is_one_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_manual_accumulation_is_one_step(tmp_path: Path, run: Path) -> None:
     model = Manual(every=3, zeroes="after", clips=True)
 
     trainer(tmp_path, sentinel.LightningCallback(), max_epochs=2).fit(model, data(6))
@@ -453,7 +432,7 @@ def test_manual_accumulation_is_one_step(tmp_path: Path, run: Path) -> None:  # 
         assert norm(row) > 10 * float(clipped["encoder.0.weight"].norm())
 
 
-def test_manual_accumulation_that_zeroes_first_is_learned_at_once(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_manual_accumulation_that_zeroes_first_is_learned_at_once(tmp_path: Path, run: Path) -> None:
     model = Manual(every=3, zeroes="before")
 
     trainer(tmp_path, sentinel.LightningCallback(), max_epochs=2).fit(model, data(6))
@@ -464,7 +443,7 @@ def test_manual_accumulation_that_zeroes_first_is_learned_at_once(tmp_path: Path
     assert [end.is_skipped for end in ends] == [True, False, False, False, False]
 
 
-def test_lbfgs_takes_the_gradient_of_its_first_evaluation(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_lbfgs_takes_the_gradient_of_its_first_evaluation(tmp_path: Path, run: Path) -> None:
     class Lbfgs(Lit):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=4)
@@ -488,7 +467,7 @@ def test_lbfgs_takes_the_gradient_of_its_first_evaluation(tmp_path: Path, run: P
 # -- checkpoints, further fits, ends ---------------------------------------------------------------------------------
 
 
-def test_resume_goes_on_counting_from_lightnings_own_checkpoint(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_resume_goes_on_counting_from_lightnings_own_checkpoint(tmp_path: Path, run: Path) -> None:
     keeps = pl.callbacks.ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_train_steps=2)
     settings: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
     trainer(tmp_path / "a", sentinel.LightningCallback(), keeps, **settings).fit(Lit(), data(8))
@@ -504,7 +483,7 @@ def test_resume_goes_on_counting_from_lightnings_own_checkpoint(tmp_path: Path, 
     assert list(logged(tmp_path / "b")) == [2, 3]
 
 
-def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SENTINEL_RUN")
     model, callback = Lit(), sentinel.LightningCallback()
     fit = trainer(tmp_path, callback)
@@ -518,7 +497,7 @@ def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkey
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_validate_test_and_predict_alone_leave_nothing(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_validate_test_and_predict_alone_leave_nothing(tmp_path: Path, run: Path) -> None:
     callback = sentinel.LightningCallback()
     fit = trainer(tmp_path, callback)
     fit.validate(Lit(), data(2))
@@ -528,7 +507,7 @@ def test_validate_test_and_predict_alone_leave_nothing(tmp_path: Path, run: Path
     assert len(Said(run).ends) == 2
 
 
-def test_fast_dev_run_is_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_fast_dev_run_is_measured(tmp_path: Path, run: Path) -> None:
     trainer(tmp_path, sentinel.LightningCallback(), fast_dev_run=3).fit(Lit(), data(8), data(8))
 
     assert [end.step for end in Said(run).ends] == [0, 1, 2]
@@ -552,7 +531,7 @@ class Dies(Lit):
 @pytest.mark.parametrize("where", ["after backward", "in validation"])
 def test_what_there_is_is_on_disk_when_lightning_raises(
     tmp_path: Path,
-    run: Path,  # noqa: F811
+    run: Path,
     error: BaseException,
     where: str,
 ) -> None:
@@ -573,7 +552,7 @@ def test_what_there_is_is_on_disk_when_lightning_raises(
     assert "training_step" not in model.__dict__
 
 
-def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_DISABLE", "1")
     model = Lit()
     hooked: list[bool] = []
@@ -588,7 +567,7 @@ def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest
     assert not run.exists()
 
 
-def test_copies_and_checkpoints_of_the_module_are_free_of_us(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_copies_and_checkpoints_of_the_module_are_free_of_us(tmp_path: Path, run: Path) -> None:
     copies: list[Any] = []
 
     class Copies(pl.Callback):
@@ -612,7 +591,7 @@ def test_an_unknown_key_is_said_when_the_callback_is_made() -> None:
         sentinel.LightningCallback({"kindz": []})
 
 
-def test_trial_steps_of_a_tuner_are_not_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_trial_steps_of_a_tuner_are_not_measured(tmp_path: Path, run: Path) -> None:
     callback = sentinel.LightningCallback()
     finder = pl.callbacks.LearningRateFinder(num_training_steps=5)
     fit = trainer(tmp_path, callback, finder, enable_checkpointing=True)
@@ -623,7 +602,7 @@ def test_trial_steps_of_a_tuner_are_not_measured(tmp_path: Path, run: Path) -> N
 
 def test_a_hook_of_ours_that_fails_is_said_and_costs_the_trainer_nothing(
     tmp_path: Path,
-    run: Path,  # noqa: F811
+    run: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sentinel.collect.adapters import lightning as adapter
@@ -641,7 +620,7 @@ def test_a_hook_of_ours_that_fails_is_said_and_costs_the_trainer_nothing(
     assert [(end.step, end.num_micro_steps) for end in said.ends] == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_arguments_of_training_step_are_found_behind_us(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_arguments_of_training_step_are_found_behind_us(tmp_path: Path, run: Path) -> None:
     def wrapped(function: Any) -> Any:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -671,7 +650,7 @@ def test_arguments_of_training_step_are_found_behind_us(tmp_path: Path, run: Pat
     assert all("loss" in end.scalars and not end.is_skipped for end in ends)
 
 
-def test_an_optimizer_that_is_exchanged_between_epochs_is_followed(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_an_optimizer_that_is_exchanged_between_epochs_is_followed(tmp_path: Path, run: Path) -> None:
     class Exchanges(pl.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 1:
@@ -684,7 +663,7 @@ def test_an_optimizer_that_is_exchanged_between_epochs_is_followed(tmp_path: Pat
     assert not any(end.is_skipped for end in ends)
 
 
-def test_a_compiled_module_trains_as_without_us(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_a_compiled_module_trains_as_without_us(tmp_path: Path, run: Path) -> None:
     class Silent(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return self.loss_of(batch)  # Lightning's own self.log does not compile with every torch.
@@ -765,7 +744,7 @@ UNUSUAL: dict[str, tuple[Any, Any, dict[str, Any], list[int], list[int]]] = {
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_unusual_settings_are_counted_as_loggers_count(tmp_path: Path, run: Path, case: str) -> None:  # noqa: F811
+def test_unusual_settings_are_counted_as_loggers_count(tmp_path: Path, run: Path, case: str) -> None:
     model, batches, settings, micro_steps, skipped = UNUSUAL[case]
 
     trainer(tmp_path, sentinel.LightningCallback(EVERYTHING), **settings).fit(model(), batches, data(2))
@@ -778,7 +757,7 @@ def test_unusual_settings_are_counted_as_loggers_count(tmp_path: Path, run: Path
     assert not said.health
 
 
-def test_weights_averaged_at_the_end_are_nobodys_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_weights_averaged_at_the_end_are_nobodys_step(tmp_path: Path, run: Path) -> None:
     averaging = pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
     trainer(tmp_path, sentinel.LightningCallback(), averaging, max_epochs=3).fit(Lit(), data(4))
 
@@ -858,22 +837,7 @@ def ranks(folder: Path, world: int) -> list[dict[str, dict[str, Any]]]:
     ]
 
 
-def received(folder: Path) -> list[ClosedStep]:
-    """Return the steps as a daemon closes them."""
-    ears = Ears(folder / "run")
-    ears.listen(final=True)
-    ears.finish()
-    assert not ears.problems, ears.problems
-    return ears.views
-
-
-def statistics(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
-    """Return key -> statistics of every logical tensor of a kind that the step has."""
-    return {
-        one.key: {name: float(getattr(view.moments, name)()[at]) for name in ("mean", "std", "norm", "min", "max")}
-        for at, one in enumerate(view.tensors)
-        if one.kind == kind and view.present[at]
-    }
+PLAIN_STATISTICS = ("mean", "std", "norm", "min", "max")
 
 
 def test_two_ranks_under_ddp_merge_to_what_one_process_measures(tmp_path: Path) -> None:
@@ -881,13 +845,13 @@ def test_two_ranks_under_ddp_merge_to_what_one_process_measures(tmp_path: Path) 
     ranks(tmp_path / "one", 1)
 
     assert all(one["plain"] == one["watched"] for one in results), "watched, a rank trains the same bits"
-    whole, views = received(tmp_path / "one"), received(tmp_path / "two")
+    whole, views = closed_steps(tmp_path / "one" / "run"), closed_steps(tmp_path / "two" / "run")
     printed = logged(tmp_path / "two" / "watched")
     assert [view.step for view in views] == [view.step for view in whole] == list(printed) == [0, 1, 2, 3]
     for view, alone in zip(views, whole, strict=True):
         assert view.scalars["loss"].mean == pytest.approx(printed[view.step], rel=1e-6)
         for kind, num in (("param", 10), ("wgrad", 10), ("activation", 8), ("activation_in", 1)):
-            ours, truth = statistics(view, kind), statistics(alone, kind)
+            ours, truth = (statistics(one, kind, PLAIN_STATISTICS) for one in (view, alone))
             assert ours.keys() == truth.keys() and len(ours) == num
             for name, expected in truth.items():
                 # The loss of a rank is the mean of its own samples: only its mean is that of the batch.

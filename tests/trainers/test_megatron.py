@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import pytest
 
 from sentinel.ingest.merge import ClosedStep
 
-from ..layouts.layout import differences, gradient_norm, received, statistics
-from .megatron_launch import Launcher, launched, truth_of
+from ..layouts.layout import differences, gradient_norm
+from ..support.closed_steps import closed_steps, statistics
+from .megatron_launch import Launcher, truth_of
 
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    yield from launched()
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def alone(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = json.dumps(job, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("alone")
-            known[key] = (launcher.train(folder, **job), received(folder))
+            known[key] = (launcher.train(folder, **job), closed_steps(folder / "run"))
         return known[key]
 
     return train
@@ -81,7 +76,7 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
     rel = 5e-2 if what.get("precision") == "bf16" and world > 1 else 2e-4
 
     ranks = launcher.train(tmp_path, world=world, **layout, **what)
-    views = received(tmp_path)
+    views = closed_steps(tmp_path / "run")
 
     for rank in ranks:
         bare, watched = ([one["line"] for one in rank[how]["told"]] for how in ("bare", "watched"))
@@ -127,7 +122,7 @@ def test_a_sum_over_tokens_has_the_gradients_of_their_mean(world: int, launcher:
         folder = tmp_path / str(per_token)
         folder.mkdir()
         launcher.train(folder, world=world, per_token=per_token)
-        reported_of[per_token] = received(folder)
+        reported_of[per_token] = closed_steps(folder / "run")
 
     for by_mean, by_token in zip(reported_of[False], reported_of[True], strict=True):
         for kind in ("wgrad", "dgrad", "dgrad_in"):

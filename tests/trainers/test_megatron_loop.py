@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,16 @@ import pytest
 
 from sentinel.ingest.merge import ClosedStep
 
-from ..end_to_end.ranks import Spoken
-from ..layouts.layout import differences, gradient_norm, received, statistics
-from .megatron_launch import EVERYTHING, ROOT, Launcher, launched, truth_of
+from ..layouts.layout import differences, gradient_norm
+from ..support.closed_steps import closed_steps, statistics
+from ..support.spools import Spoken
+from .megatron_launch import EVERYTHING, ROOT, Launcher, truth_of
 
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 PRINTED = re.compile(r" iteration +(\d+)/ +\d+ \| lm loss: (\S+) \| grad norm: (\S+) \|")
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    yield from launched()
 
 
 def test_example_prints_the_numbers_that_steps_have(tmp_path: Path) -> None:
@@ -51,7 +46,7 @@ def test_example_prints_the_numbers_that_steps_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"per_token": True}])
 def test_scalars_are_those_of_the_trainer(layout: dict[str, Any], launcher: Launcher, tmp_path: Path) -> None:
     ranks = launcher.train(tmp_path, world=2, steps=3, bare=False, **layout)
-    views = received(tmp_path)
+    views = closed_steps(tmp_path / "run")
 
     reported = [rank["watched"]["told"] for rank in ranks]
     assert [view.step for view in views] == [1, 2, 3]
@@ -81,7 +76,7 @@ def test_no_sync(launcher: Launcher, tmp_path: Path) -> None:
 def test_logits_of_a_model_without_labels_are_cut(launcher: Launcher, tmp_path: Path) -> None:
     launcher.train(tmp_path / "one", steps=1, bare=False, has_outer_loss=True)
     launcher.train(tmp_path / "two", steps=1, bare=False, has_outer_loss=True, world=2, tp=2)
-    whole, view = received(tmp_path / "one")[0], received(tmp_path / "two")[0]
+    whole, view = closed_steps(tmp_path / "one" / "run")[0], closed_steps(tmp_path / "two" / "run")[0]
 
     for kind in ("activation", "dgrad"):
         expected = statistics(whole, kind)
@@ -92,7 +87,7 @@ def test_logits_of_a_model_without_labels_are_cut(launcher: Launcher, tmp_path: 
 def test_what_the_loop_logs_belongs_to_its_step_and_wins(launcher: Launcher, tmp_path: Path) -> None:
     launcher.train(tmp_path, steps=3, bare=False, is_logged=True)
 
-    assert [view.scalars["custom"].mean for view in received(tmp_path)] == [1.0, 2.0, 3.0]
+    assert [view.scalars["custom"].mean for view in closed_steps(tmp_path / "run")] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("grads_in_fp32", [True, False])
@@ -101,7 +96,7 @@ def test_skipped_step_is_a_step(grads_in_fp32: bool, launcher: Launcher, tmp_pat
     job = {"precision": "fp16", "grads_in_fp32": grads_in_fp32}
     ranks = launcher.train(tmp_path / "scaled", steps=3, overflow_at=2, **job)
     launcher.train(tmp_path / "plain", steps=1, loss_scale=1.0, bare=False, **job)
-    views, plain = received(tmp_path / "scaled"), received(tmp_path / "plain")
+    views, plain = closed_steps(tmp_path / "scaled" / "run"), closed_steps(tmp_path / "plain" / "run")
 
     assert [one["line"] for one in ranks[0]["bare"]["told"]] == [one["line"] for one in ranks[0]["watched"]["told"]]
     assert ranks[0]["bare"]["weights"] == ranks[0]["watched"]["weights"]
@@ -126,7 +121,7 @@ def test_skipped_step_is_a_step(grads_in_fp32: bool, launcher: Launcher, tmp_pat
 def test_iteration_thrown_away_is_a_skipped_step(precision: str, launcher: Launcher, tmp_path: Path) -> None:
     """A loop that skips a batch never calls the optimizer: the zeroing of the buffers is the last chance."""
     ranks = launcher.train(tmp_path, world=2, steps=3, skip_at=2, precision=precision, distributed_optimizer=True)
-    views = received(tmp_path)
+    views = closed_steps(tmp_path / "run")
 
     assert ranks[0]["bare"]["weights"] == ranks[0]["watched"]["weights"]
     assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, True), (3, False)]
@@ -136,7 +131,7 @@ def test_iteration_thrown_away_is_a_skipped_step(precision: str, launcher: Launc
 
 def test_second_attach_changes_nothing(launcher: Launcher, tmp_path: Path) -> None:
     ranks = launcher.train(tmp_path, steps=2, attaches_twice=True)
-    views = received(tmp_path)
+    views = closed_steps(tmp_path / "run")
 
     assert ranks[0]["watched"]["is_restored"]
     assert [view.step for view in views] == [1, 2]
@@ -146,7 +141,7 @@ def test_second_attach_changes_nothing(launcher: Launcher, tmp_path: Path) -> No
 def test_evaluation_inside_the_loop_is_not_measured(launcher: Launcher, tmp_path: Path) -> None:
     ranks = launcher.train(tmp_path / "with", world=2, pp=2, steps=3, evaluate_after=1)
     launcher.train(tmp_path / "without", world=2, pp=2, steps=3, bare=False)
-    ours, theirs = received(tmp_path / "with"), received(tmp_path / "without")
+    ours, theirs = closed_steps(tmp_path / "with" / "run"), closed_steps(tmp_path / "without" / "run")
 
     assert [rank["bare"]["weights"] for rank in ranks] == [rank["watched"]["weights"] for rank in ranks]
     assert [view.num_rows for view in ours] == [view.num_rows for view in theirs]
@@ -163,7 +158,7 @@ def test_resumed_run_goes_on_counting(is_sharded: bool, launcher: Launcher, tmp_
     launcher.train(tmp_path / "whole", steps=4, **job)
     launcher.train(tmp_path / "first", steps=2, checkpoint=str(tmp_path / "saved"), **job)
     launcher.train(tmp_path / "second", steps=2, resume=str(tmp_path / "saved"), **job)
-    whole, second = received(tmp_path / "whole"), received(tmp_path / "second")
+    whole, second = closed_steps(tmp_path / "whole" / "run"), closed_steps(tmp_path / "second" / "run")
 
     assert [view.step for view in second] == [3, 4]
     for view, other in zip(second, whole[2:], strict=True):
@@ -193,7 +188,7 @@ def test_disabled_it_is_not_there(launcher: Launcher, tmp_path: Path) -> None:
 def test_torch_optimizer_over_reduced_gradients(launcher: Launcher, tmp_path: Path) -> None:
     """A user's own loop: finalize_model_grads, `main_grad` into `grad`, torch's clipping and optimizer."""
     ranks = launcher.train(tmp_path, world=2, steps=3, plain_adam=True)
-    views = received(tmp_path)
+    views = closed_steps(tmp_path / "run")
 
     assert ranks[0]["bare"]["weights"] == ranks[0]["watched"]["weights"]
     assert [(view.step, view.is_skipped) for view in views] == [(1, False), (2, False), (3, False)]
@@ -218,7 +213,7 @@ def test_micro_step_survives_reverse_backward(layout: dict[str, Any], launcher: 
     what = {"precision": layout["precision"]} if "precision" in layout else {}
     launcher.train(tmp_path / "one", steps=1, bare=False, config=config, **what)
     launcher.train(tmp_path / "two", steps=1, bare=False, config=config, world=2, **layout)
-    whole, view = received(tmp_path / "one")[0], received(tmp_path / "two")[0]
+    whole, view = closed_steps(tmp_path / "one" / "run")[0], closed_steps(tmp_path / "two" / "run")[0]
 
     expected, ours = per_micro_step(whole), per_micro_step(view)
     if "recompute" in layout:
@@ -236,7 +231,7 @@ def test_input_of_a_recomputed_region_is_measured_once(launcher: Launcher, tmp_p
     job = {"steps": 1, "bare": False, "config": config, "precision": "bf16"}
     launcher.train(tmp_path / "kept", **job)
     launcher.train(tmp_path / "again", recompute="full", **job)
-    kept, again = received(tmp_path / "kept")[0], received(tmp_path / "again")[0]
+    kept, again = closed_steps(tmp_path / "kept" / "run")[0], closed_steps(tmp_path / "again" / "run")[0]
 
     for view in (kept, again):
         names = [(view.tensors[at].name, view.tensors[at].kind) for at in view.row_logical]
@@ -249,7 +244,7 @@ def test_input_of_a_recomputed_region_is_measured_once(launcher: Launcher, tmp_p
 
 def test_depth_is_that_of_the_interleaved_schedule(launcher: Launcher, tmp_path: Path) -> None:
     launcher.train(tmp_path, world=2, steps=1, bare=False, pp=2, vpp=2)
-    view = received(tmp_path)[0]
+    view = closed_steps(tmp_path / "run")[0]
 
     depths = {one.name: (one.depth, one.pp_stage, one.vpp_stage) for one in view.tensors if one.kind == "param"}
     assert [depths[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in range(4)] == [

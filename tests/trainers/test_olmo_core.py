@@ -9,23 +9,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sentinel
-from sentinel.ingest.merge import ClosedStep
 from sentinel.record import Flag
 
-from ..collect.conftest import Said, norm, run  # noqa: F401
-from ..end_to_end.ranks import ROOT, Spoken, run_command
-from ..ingest.daemon import Ears
-from ..ports import free_port
+from ..end_to_end.ranks import ROOT, run_command
+from ..support.closed_steps import closed_steps, statistics
+from ..support.host_waits import READ, HostWaits
+from ..support.ports import free_port
+from ..support.spools import Said, Spoken, norm
 
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
@@ -43,14 +41,6 @@ from .olmo_core_run import EVERYTHING, NUM_STEPS, build, printed
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]
 
 LOSS, NORM, LR = "train/CE loss", "optim/total grad norm", "optim/LR (group 0)"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Truth(Callback):
@@ -80,7 +70,7 @@ def watch(trainer: Any, callback: Callback) -> Any:
 
 def test_step_number_is_the_one_that_the_console_prints(
     tmp_path: Path,
-    run: Path,  # noqa: F811
+    run: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "olmo_core"):
@@ -96,7 +86,7 @@ def test_step_number_is_the_one_that_the_console_prints(
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run: Path, interval: int) -> None:  # noqa: F811
+def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run: Path, interval: int) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(), trainer={"metrics_collect_interval": interval})
     trainer.fit()
 
@@ -119,7 +109,7 @@ def test_loss_learning_rate_and_norm_are_those_of_their_step(tmp_path: Path, run
     ],
     ids=["clip", "skip-step", "bf16 autocast"],
 )
-def test_losses_and_weights_are_bit_identical(tmp_path: Path, run: Path, module: dict[str, Any]) -> None:  # noqa: F811
+def test_losses_and_weights_are_bit_identical(tmp_path: Path, run: Path, module: dict[str, Any]) -> None:
     def train(folder: Path, *callbacks: Any) -> tuple[dict[int, float], list[torch.Tensor]]:
         trainer = build(folder, *callbacks, module=module)
         trainer.fit()
@@ -138,7 +128,7 @@ def test_losses_and_weights_are_bit_identical(tmp_path: Path, run: Path, module:
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e-3, None])
-def test_wgrad_is_before_clipping(tmp_path: Path, run: Path, max_grad_norm: float | None) -> None:  # noqa: F811
+def test_wgrad_is_before_clipping(tmp_path: Path, run: Path, max_grad_norm: float | None) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(), module={"max_grad_norm": max_grad_norm})
     truth = watch(trainer, Truth())
     trainer.fit()
@@ -153,7 +143,7 @@ def test_wgrad_is_before_clipping(tmp_path: Path, run: Path, max_grad_norm: floa
             assert not row["flags"] & Flag.POST_CLIP
 
 
-def test_the_dry_run_is_nobodys_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_the_dry_run_is_nobodys_step(tmp_path: Path, run: Path) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback({**EVERYTHING, "per_micro_step": True}), steps=2)
     truth = watch(trainer, Truth())
     trainer.fit()
@@ -173,7 +163,7 @@ class Evaluates(Callback):
         self.trainer.train_module.eval_batch({"input_ids": torch.ones(3, 16, dtype=torch.long)})
 
 
-def test_evaluation_inside_the_loop_is_not_measured(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_evaluation_inside_the_loop_is_not_measured(tmp_path: Path, run: Path) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(EVERYTHING))
     watch(trainer, Evaluates())
     truth = watch(trainer, Truth())
@@ -185,7 +175,7 @@ def test_evaluation_inside_the_loop_is_not_measured(tmp_path: Path, run: Path) -
     assert {int(said.of(step, "activation", "lm_head.norm")[0]["count"]) for step in range(1, 5)} == {64 * 32}
 
 
-def test_recomputed_activations_are_counted_once(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_recomputed_activations_are_counted_once(tmp_path: Path, run: Path) -> None:
     mode = TransformerActivationCheckpointingMode.full
     module = {"ac_config": TransformerActivationCheckpointingConfig(mode=mode)}
     build(tmp_path, sentinel.OlmoCoreCallback(EVERYTHING), module=module).fit()
@@ -198,25 +188,13 @@ def test_recomputed_activations_are_counted_once(tmp_path: Path, run: Path) -> N
     assert not said.health
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often the host asks a tensor for its value: on a GPU each is a wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_reads += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_is_read_that_the_trainer_does_not_read(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_nothing_is_read_that_the_trainer_does_not_read(tmp_path: Path, run: Path) -> None:
     def num_reads(folder: Path, *callbacks: Any) -> int:
         module = {"optim": SkipStepAdamWConfig(lr=1e-2, rolling_interval_length=4)}
         trainer = build(folder, *callbacks, module=module)
-        with Reads() as reads:
+        with HostWaits((READ,)) as reads:
             trainer.fit()
-        return reads.num_reads
+        return reads.count
 
     plain = num_reads(tmp_path / "plain")
     watched = num_reads(tmp_path / "watched", sentinel.OlmoCoreCallback(EVERYTHING))
@@ -228,7 +206,7 @@ def test_nothing_is_read_that_the_trainer_does_not_read(tmp_path: Path, run: Pat
 # -- skipped steps ---------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_the_optimizer_skips_is_a_step(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_a_step_that_the_optimizer_skips_is_a_step(tmp_path: Path, run: Path) -> None:
     # Every step after the first two is an outlier to this optimizer.
     optim = SkipStepAdamWConfig(lr=1e-2, rolling_interval_length=4, sigma_factor=-100)
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(), module={"optim": optim})
@@ -244,7 +222,7 @@ def test_a_step_that_the_optimizer_skips_is_a_step(tmp_path: Path, run: Path) ->
         assert bool(row["flags"] & Flag.SKIPPED) == skipped[step - 1]
 
 
-def test_a_step_that_the_trainer_leaves_out_is_a_skipped_one(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_a_step_that_the_trainer_leaves_out_is_a_skipped_one(tmp_path: Path, run: Path) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(), trainer={"steps_to_skip": [StepSkipRange(2, 4)]})
     trainer.fit()
 
@@ -258,7 +236,7 @@ def test_a_step_that_the_trainer_leaves_out_is_a_skipped_one(tmp_path: Path, run
 # -- checkpoints, errors, ends ---------------------------------------------------------------------------------------
 
 
-def test_resume_goes_on_counting_from_the_trainers_own_checkpoint(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_resume_goes_on_counting_from_the_trainers_own_checkpoint(tmp_path: Path, run: Path) -> None:
     saves = {"no_checkpoints": False}
     checkpointer = CheckpointerCallback(save_interval=2, save_async=False)
     build(tmp_path / "a", checkpointer, sentinel.OlmoCoreCallback(), trainer=saves).fit()
@@ -291,7 +269,7 @@ class Poisons(Callback):
             raise self.error
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_on_disk(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_on_disk(tmp_path: Path, run: Path) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(EVERYTHING))
     watch(trainer, Poisons(3))
 
@@ -306,7 +284,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_on_disk(tmp_path: 
 
 
 @pytest.mark.parametrize("error", [ValueError("no more"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_what_there_is_is_on_disk_when_the_trainer_raises(tmp_path: Path, run: Path, error: BaseException) -> None:  # noqa: F811
+def test_what_there_is_is_on_disk_when_the_trainer_raises(tmp_path: Path, run: Path, error: BaseException) -> None:
     trainer = build(tmp_path, sentinel.OlmoCoreCallback(EVERYTHING))
     watch(trainer, Poisons(2, error))
     seen: list[list[tuple[int, bool]]] = []
@@ -329,7 +307,7 @@ def test_what_there_is_is_on_disk_when_the_trainer_raises(tmp_path: Path, run: P
     assert not any(module._forward_hooks for module in trainer.train_module.model.modules())
 
 
-def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_DISABLE", "1")
     trainer = build(tmp_path, sentinel.OlmoCoreCallback("/nowhere.yaml"))
     trainer.fit()
@@ -338,7 +316,7 @@ def test_disabled_it_does_nothing(tmp_path: Path, run: Path, monkeypatch: pytest
     assert not run.exists()
 
 
-def test_it_is_part_of_a_config_that_is_copied_and_saved(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_it_is_part_of_a_config_that_is_copied_and_saved(tmp_path: Path, run: Path) -> None:
     from olmo_core.train import TrainerConfig
 
     config = TrainerConfig(save_folder=str(tmp_path)).with_callback("sentinel", sentinel.OlmoCoreCallback(EVERYTHING))
@@ -353,7 +331,7 @@ def test_it_is_part_of_a_config_that_is_copied_and_saved(tmp_path: Path, run: Pa
 
 def test_a_hook_of_ours_that_fails_is_said_and_costs_the_trainer_nothing(
     tmp_path: Path,
-    run: Path,  # noqa: F811
+    run: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(self: Any, name: str, namespace: str | None = None) -> None:
@@ -369,13 +347,13 @@ def test_a_hook_of_ours_that_fails_is_said_and_costs_the_trainer_nothing(
     assert [(end.step, end.num_micro_steps) for end in said.ends] == [(step, 2) for step in range(1, NUM_STEPS + 1)]
 
 
-def test_without_a_scheduler_the_learning_rate_is_the_optimizers(tmp_path: Path, run: Path) -> None:  # noqa: F811
+def test_without_a_scheduler_the_learning_rate_is_the_optimizers(tmp_path: Path, run: Path) -> None:
     build(tmp_path, sentinel.OlmoCoreCallback(), module={"scheduler": None, "optim": AdamWConfig(lr=0.125)}).fit()
 
     assert [end.scalars["lr"] for end in Said(run).ends] == [0.125] * NUM_STEPS
 
 
-def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_further_fit_goes_on_in_the_same_run(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SENTINEL_RUN")
     trainer = build(tmp_path / "trained", sentinel.OlmoCoreCallback(), steps=2)
     trainer.fit()
@@ -418,17 +396,20 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "one"
 
 
+PLAIN_STATISTICS = ("mean", "std", "norm", "min", "max")
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
 def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: Path, layout: str) -> None:
     results = ranks(tmp_path / layout, layout)
 
     assert all(one["plain"] == one["watched"] for one in results), "watched, a rank trains the same bits"
     reported = results[0]["watched"]
-    views, whole = received(tmp_path / layout), received(one_process)
+    views, whole = ({view.step: view for view in closed_steps(one / "run")} for one in (tmp_path / layout, one_process))
     assert list(views) == list(whole) == list(range(1, NUM_STEPS + 1))
     for step, view in views.items():
         for kind in ("param", "wgrad"):
-            ours, truth = statistics(view, kind), statistics(whole[step], kind)
+            ours, truth = (statistics(one, kind, PLAIN_STATISTICS) for one in (view, whole[step]))
             assert ours.keys() == truth.keys() and len(ours) == 21
             for name, expected in truth.items():
                 assert ours[name] == pytest.approx(expected, rel=2e-4, abs=2e-6), (step, name)
@@ -437,24 +418,6 @@ def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: P
         assert view.scalars["loss"].mean == pytest.approx(reported["seen"][str(step)], rel=1e-5)
     assert len(statistics(views[2], "activation")) >= 33
     assert not any(Spoken(tmp_path / layout / "run", rank).health for rank in range(2))
-
-
-def received(folder: Path) -> dict[int, ClosedStep]:
-    """Return the steps as a daemon closes them."""
-    ears = Ears(folder / "run")
-    ears.listen(final=True)
-    ears.finish()
-    assert not ears.problems, ears.problems
-    return {view.step: view for view in ears.views}
-
-
-def statistics(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
-    """Return key -> statistics of every logical tensor of a kind that the step has."""
-    return {
-        one.key: {name: float(getattr(view.moments, name)()[at]) for name in ("mean", "std", "norm", "min", "max")}
-        for at, one in enumerate(view.tensors)
-        if one.kind == kind and view.present[at]
-    }
 
 
 def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,16 @@ import torch
 
 import sentinel
 
-from ..layouts.layout import differences, received, statistics
-from ..layouts.net import loss_of, tokens
+from ..layouts.layout import differences
+from ..layouts.net import shifted_loss, tokens_of
+from ..support.closed_steps import closed_steps, statistics
 from .deepspeed_ranks import JOBS, backward, make_engine, plain, run
-from .megatron_launch import Launcher, launched
+from .megatron_launch import Launcher
 
 pytestmark = pytest.mark.trainer
 KINDS = ["param", "wgrad", "wgrad_unreduced", "exp_avg", "exp_avg_sq", "update", "update_ratio", "grad_momentum_alignment"]
 CONFIG: dict[str, Any] = {"kinds": KINDS, "black_box": False}
 MERGED = ("exp_avg", "exp_avg_sq", "update")
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed")
-    yield from launched()
 
 
 MEGATRON: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -47,7 +39,7 @@ def test_megatrons_copies_merge_to_one_process(name: str, launcher: Launcher, tm
     launcher.train(tmp_path / "one", **{**what, "precision": "fp32"} if "precision" in what else what, config=CONFIG)
 
     ranks = launcher.train(tmp_path / "all", world=world, **layout, **what, config=CONFIG)
-    views, expected = received(tmp_path / "all"), received(tmp_path / "one")
+    views, expected = closed_steps(tmp_path / "all" / "run"), closed_steps(tmp_path / "one" / "run")
 
     for rank in ranks:
         assert [one["line"] for one in rank["bare"]["told"]] == [one["line"] for one in rank["watched"]["told"]]
@@ -108,16 +100,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         monitor = sentinel.attach(model, optimizer, CONFIG)
         for step in range(2):
             optimizer.zero_grad()
-            loss_of(model(tokens(step)), tokens(step)).backward()
+            shifted_loss(model(tokens_of(step)), tokens_of(step)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         monitor.detach()
-    return received(folder)
+    return closed_steps(folder / "run")
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_deepspeeds_partitions_merge_to_one_process(name: str, jobs: Path, alone: list[Any]) -> None:
-    views = received(jobs / name)
+    views = closed_steps(jobs / name / "run")
     assert len(views) == len(alone)
     for view, whole in zip(views, alone, strict=True):
         for kind in ("exp_avg", "update"):

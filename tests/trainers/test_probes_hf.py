@@ -18,22 +18,16 @@ import transformers as t
 import sentinel
 from sentinel.collect.probes.router_finding import find_routers
 
-from ..collect import conftest
-from ..collect.probes.reported import Reported, check
 from ..collect.probes.test_attention_scores import truth
+from ..support.spools import Said
+from ..support.training import train_steps
+from ..support.truth import assert_row_of
 from . import hf_models
 
 pytestmark = pytest.mark.trainer
 
-run = conftest.run
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def tokens(seed: int) -> torch.Tensor:
+def token_ids(seed: int) -> torch.Tensor:
     return torch.randint(1, hf_models.VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(seed))
 
 
@@ -43,21 +37,12 @@ def padding() -> torch.Tensor:
     return mask
 
 
-def fit(model: Any, num_steps: int = 2, micro_steps: int = 2, **more: Any) -> list[float]:
-    torch.manual_seed(3)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            ids = tokens(10 * step + micro_step)
-            loss = model(input_ids=ids, labels=ids, **more).loss
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def train_causal(model: Any) -> list[float]:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        ids = token_ids(seed)
+        return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+    return train_steps(model.train(), 2, seed=3, loss=loss)
 
 
 def grouped() -> nn.Module:
@@ -82,18 +67,18 @@ def test_attention_is_that_of_the_model(kind: str, way: str, padded: bool, run: 
     twin.set_attn_implementation("eager")
     more = {"attention_mask": padding()} if padded else {}
     monitor = sentinel.attach(model, config={"kinds": ["attention"], "black_box": False})
-    model.train()(input_ids=tokens(0), labels=tokens(0), **more).loss.backward()
+    model.train()(input_ids=token_ids(0), labels=token_ids(0), **more).loss.backward()
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
-    weights = twin(input_ids=tokens(0), output_attentions=True, **more).attentions
+    weights = twin(input_ids=token_ids(0), output_attentions=True, **more).attentions
     seen = (padding() == 1)[:, None].expand(3, weights[0].shape[1], 8) if padded else torch.ones_like(weights[0][..., 0]) > 0
     for layer, p in enumerate(weights):
         entropy = -(p.detach().double() * p.detach().double().log().nan_to_num(0.0, 0.0, 0.0)).sum(-1)
         entropy = torch.where(entropy < 1e-6, 0.0, entropy)  # A query that sees one key; p was rounded.
         name = ATTENTION_OF.get(kind, "model.layers.{}.self_attn").format(layer)
         row = reported.row(0, "attention", f"{name}:entropy")
-        check(row, entropy[seen], rel=1e-3)
+        assert_row_of(row, entropy[seen], rel=1e-3)
         (per_head,) = reported.vectors[0][f"{name}:entropy", "entropy"]
         total, number = (entropy * seen).sum((0, 2)), seen.sum((0, 2))
         assert np.allclose(per_head, total / number, atol=1e-4)
@@ -108,15 +93,15 @@ def test_training_is_bit_identical_with_every_probe_on(kind: str, way: str, run:
     bare: Any = MODELS[kind]()
     bare.set_attn_implementation(way)
     model = copy.deepcopy(bare)
-    expected, after = fit(bare), torch.get_rng_state()
+    expected, after = train_causal(bare), torch.get_rng_state()
     kinds = ["attention", "saturation", "precision", "channel", "residual", *(["router"] if kind in MIXED else [])]
     monitor = sentinel.attach(model, config={"kinds": kinds})
-    losses, state = fit(model), torch.get_rng_state()
+    losses, state = train_causal(model), torch.get_rng_state()
     monitor.detach()
 
     assert losses == expected and torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), bare.parameters(), strict=True))
-    reported = Reported(run)
+    reported = Said(run)
     assert not reported.health, reported.health
     assert set(reported.ends[1].due) >= set(kinds) - {"residual"}
 
@@ -126,24 +111,24 @@ def test_routers_are_those_of_the_model(kind: str, run: Path) -> None:
     model: Any = MODELS[kind]()
     twin = copy.deepcopy(model)
     monitor = sentinel.attach(model, config={"kinds": ["router"], "black_box": False})
-    loss = model.train()(input_ids=tokens(0), labels=tokens(0), output_router_logits=True)
+    loss = model.train()(input_ids=token_ids(0), labels=token_ids(0), output_router_logits=True)
     loss.loss.backward()
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     kept: dict[str, torch.Tensor] = {}
     for name, module in twin.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_pre_hook(lambda m, args, name=name: kept.setdefault(name, args[0].detach()))
-    twin(input_ids=tokens(0))
+    twin(input_ids=token_ids(0))
     assert len(kept) == 2
     for name, hidden in kept.items():
         weight = twin.get_submodule(name).weight.detach().double()
         logits = hidden.reshape(-1, weight.shape[1]).double() @ weight.T
         chosen = np.bincount(logits.topk(2).indices.flatten(), minlength=4)
-        check(reported.row(0, "router", f"{name}:logits"), logits, rel=1e-3)
-        check(reported.row(0, "router", f"{name}:entropy"), truth(logits[:, None, None])[0], rel=1e-3)
-        check(reported.row(0, "router", f"{name}:load"), chosen / len(logits))
+        assert_row_of(reported.row(0, "router", f"{name}:logits"), logits, rel=1e-3)
+        assert_row_of(reported.row(0, "router", f"{name}:entropy"), truth(logits[:, None, None])[0], rel=1e-3)
+        assert_row_of(reported.row(0, "router", f"{name}:load"), chosen / len(logits))
         assert reported.vectors[0][f"{name}:load", "load"][0].tolist() == chosen.tolist()
     assert reported.row(0, "router", ":aux_loss")["mean"] == pytest.approx(float(loss.aux_loss), rel=1e-6)
     assert not reported.health, reported.health
@@ -182,9 +167,9 @@ def test_routers_of_many_families_are_found_and_read(family: str, run: Path) -> 
 
     routers = find_routers(dict(model.named_modules()))
     monitor = sentinel.attach(model, config={"kinds": ["router", "attention"], "black_box": False})
-    model.train()(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    model.train()(input_ids=token_ids(0), labels=token_ids(0)).loss.backward()
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     assert [(one.num_experts, one.top_k) for one in routers] == [(6, 2)] * 2, routers
     assert [one.scoring for one in routers] == [scoring] * 2

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ..collect.probes.reported import Reported
-from ..layouts.layout import received, statistics
-from .megatron_launch import Launcher, launched
+from ..support.closed_steps import closed_steps, statistics
+from ..support.spools import Said
+from .megatron_launch import Launcher
 
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
@@ -22,14 +21,9 @@ PROBES = {"kinds": ["wgrad", "attention", "router", "channel", "saturation", "pr
 JOB: dict[str, Any] = {"experts": 4, "layers": 2, "config": PROBES}
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    yield from launched()
-
-
 def test_weights_are_the_same_and_routers_and_attention_are_seen(launcher: Launcher, tmp_path: Path) -> None:
     (rank,) = launcher.train(tmp_path, **JOB)
-    reported = Reported(tmp_path / "run")
+    reported = Said(tmp_path / "run")
 
     assert rank["watched"]["weights"] == rank["bare"]["weights"]
     names = set(reported.names(1, "router")) | set(reported.names(1, "attention"))
@@ -50,7 +44,7 @@ def test_attention_and_loads_are_those_of_one_process(
 ) -> None:
     launcher.train(tmp_path / "one", **JOB, steps=1)
     launcher.train(tmp_path / "many", **JOB, **layout, world=world, steps=1)
-    (one,), (many,) = received(tmp_path / "one"), received(tmp_path / "many")
+    (one,), (many,) = closed_steps(tmp_path / "one" / "run"), closed_steps(tmp_path / "many" / "run")
 
     for name in ("decoder.layers.0.mlp.router", "decoder.layers.1.mlp.router"):
         ours, truth = (
@@ -63,7 +57,7 @@ def test_attention_and_loads_are_those_of_one_process(
         assert mean == pytest.approx(truth[0]["mean"], rel=1e-4)
     loads = [
         sum(
-            np.sum([v for key, v in Reported(tmp_path / which / "run", rank).vectors[1].items() if key[1] == "load"], 0)
+            np.sum([v for key, v in Said(tmp_path / which / "run", rank).vectors[1].items() if key[1] == "load"], 0)
             for rank in range(ranks)
         ).sum()
         for which, ranks in (("one", 1), ("many", world))

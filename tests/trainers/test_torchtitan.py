@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sentinel.ingest.merge import ClosedStep
-
-from ..end_to_end.ranks import Spoken
-from ..ingest.daemon import Ears
-from ..layouts.layout import differences, gradient_norm, statistics
-from ..ports import free_port
+from ..layouts.layout import differences, gradient_norm
+from ..support.closed_steps import closed_steps, statistics
+from ..support.ports import free_port
+from ..support.spools import Spoken, norm
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.trainer
@@ -27,7 +25,7 @@ EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad"
 Results = list[dict[str, dict[str, Any]]]
 
 
-def train(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
+def train_all(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
     """Do these trainings one after the other, on `world` processes; returns rank -> run -> what the trainer said."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "runs.json").write_text(json.dumps(runs))
@@ -54,20 +52,6 @@ def train(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Results:
             process.kill()
     assert codes == [0] * world, (folder / "log.0").read_text()[-6000:]
     return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(world)]
-
-
-def received(run_dir: Path) -> list[ClosedStep]:
-    """Return the steps as a daemon closes them; at least two."""
-    ears = Ears(run_dir)
-    ears.listen(final=True)
-    ears.finish()
-    assert not ears.problems, ears.problems
-    assert len(ears.views) > 1
-    return ears.views
-
-
-def norm(row: Any) -> float:
-    return float(np.sqrt(row["m2"] + row["count"] * row["mean"] ** 2))
 
 
 USUAL = ["--steps", "5", "--global-batch", "8", "--max-norm", "0.05", "--validate", "2"]
@@ -98,7 +82,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
         {"name": "chunked", "options": [*USUAL, "--chunks", "4"], "config": EVERYTHING},
         {"name": "chunked_bare", "options": [*USUAL, "--chunks", "4"]},
     ]
-    return folder, train(folder, runs)[0]
+    return folder, train_all(folder, runs)[0]
 
 
 def test_step_number_is_the_trainers(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
@@ -181,10 +165,11 @@ def test_validation_is_not_measured(alone: tuple[Path, dict[str, dict[str, Any]]
 
 def test_recomputed_forwards_are_counted_once(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, _ = alone
-    plain = received(folder / "seen")
+    plain = closed_steps(folder / "seen")
+    assert len(plain) > 1
 
     for run in ("full", "selective"):
-        for ours, truth in zip(received(folder / run), plain, strict=True):
+        for ours, truth in zip(closed_steps(folder / run), plain, strict=True):
             for kind in EVERYTHING["kinds"]:
                 assert len(statistics(truth, kind)) > 5
                 assert not differences(statistics(ours, kind), statistics(truth, kind))
@@ -193,7 +178,9 @@ def test_recomputed_forwards_are_counted_once(alone: tuple[Path, dict[str, dict[
 def test_a_head_inside_the_loss_is_measured(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, _ = alone
 
-    for ours, truth in zip(received(folder / "chunked"), received(folder / "seen"), strict=True):
+    plain = closed_steps(folder / "seen")
+    assert len(plain) > 1
+    for ours, truth in zip(closed_steps(folder / "chunked"), plain, strict=True):
         for kind in ("activation", "dgrad", "wgrad"):
             expected = statistics(truth, kind)
             assert any(key.startswith("lm_head") for key in expected)
@@ -304,7 +291,7 @@ LAYOUTS: dict[str, tuple[list[str], int]] = {
 def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     """The same trainings on one process (whole batch, in micro-steps) and on two."""
     folder = tmp_path_factory.mktemp("together")
-    train(
+    train_all(
         folder,
         [
             {"name": f"one{batch}", "options": [*SPLIT, "--global-batch", str(batch)], "config": EVERYTHING}
@@ -315,13 +302,14 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     for name, (options, _) in LAYOUTS.items():
         runs.append({"name": name, "options": [*SPLIT, *options], "config": EVERYTHING})
         runs.append({"name": f"{name}_bare", "options": [*SPLIT, *options]})
-    return folder, train(folder, runs, 2)
+    return folder, train_all(folder, runs, 2)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_statistics_mean_what_they_mean_on_one_process(name: str, together: tuple[Path, Results]) -> None:
     folder, results = together
-    views, alone = received(folder / name), received(folder / f"one{LAYOUTS[name][1]}")
+    views, alone = closed_steps(folder / name), closed_steps(folder / f"one{LAYOUTS[name][1]}")
+    assert len(views) > 1
     descriptor = Spoken(folder / name, 0).descriptor
     assert descriptor is not None
     assert not [t.name for t in descriptor.tensors if "unknown" in t.placements.values()]

@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 import torchtitan_train as example
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import init_logger
 
 import sentinel
+from tests.support.host_waits import HostWaits
 
-SYNCHRONISING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 LINE = re.compile(r"^step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)")
 
 
@@ -68,18 +67,6 @@ class Printed(logging.Handler):
             self.steps[int(found[1])] = (found[2], found[3])
 
 
-class CountSynchronising(TorchDispatchMode):
-    """Counts ops that would wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += str(func).startswith(SYNCHRONISING)
-        return func(*args, **(kwargs or {}))
-
-
 def set_weights(model: torch.nn.Module) -> None:
     """Give every parameter values that depend on its name alone, on every layout."""
     with torch.no_grad():
@@ -102,7 +89,7 @@ def sequence_numbers() -> int:
     return sum(int(group._get_sequence_number_for_group()) for group in groups if group.size() > 1)
 
 
-def train(run: Run) -> dict[str, Any]:
+def train_one(run: Run) -> dict[str, Any]:
     os.environ["SENTINEL_RUN"] = run.name
     os.environ.pop("SENTINEL_DISABLE", None)
     if run.disabled:
@@ -121,7 +108,7 @@ def train(run: Run) -> dict[str, Any]:
     rates: dict[int, float] = {}
     _observe(trainer, run, references, shares, rates)
     before = sequence_numbers()
-    counter = CountSynchronising()
+    counter = HostWaits()
     error = ""
     try:
         if run.counts_syncs:
@@ -215,7 +202,7 @@ def main() -> None:
     torchtitan.trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     init_logger()
     runs = [Run(**one) for one in json.loads(Path(sys.argv[1]).read_text())]
-    results = {run.name: train(run) for run in runs}
+    results = {run.name: train_one(run) for run in runs}
     Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(json.dumps(results))
     dist.destroy_process_group()
 

@@ -91,6 +91,7 @@ def test_every_beginning_of_a_frame_is_incomplete(header: Header, payload: bytes
     assert isinstance(scan(whole[:cut], 0), Incomplete)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.tuples(headers, st.binary(max_size=120)), min_size=1, max_size=5), st.data())
 def test_corruption_never_yields_a_wrong_frame(sent: list[tuple[Header, bytes]], data: st.DataObject) -> None:

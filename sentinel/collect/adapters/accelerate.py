@@ -48,7 +48,7 @@ def attach_accelerate(
 ) -> Monitor | Unmeasured:
     """Attach Sentinel to what `accelerator.prepare` returned, and follow the accelerator; else as `sentinel.attach`.
 
-    first_step: the number that the loop gives to its first step. One process takes over a higher one that it hears in
+    first_step: the number that the loop gives to its first step. One process takes over a higher one that it receives in
     `accelerator.log(..., step=...)`; of several processes none does, for only one may log, and all must agree. With
     DeepSpeed the engine's own count is used.
     """

@@ -20,7 +20,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
 
-from sentinel.collect.adapters.deepspeed_holding import DeepSpeedStorage
+from sentinel.collect.adapters.deepspeed_storage import DeepSpeedStorage
 from sentinel.collect.attach import attach
 from sentinel.collect.hooks.aliases import Aliases
 from sentinel.collect.monitor import Monitor
@@ -78,14 +78,14 @@ class Followed:
     def __init__(self, engine: Any, monitor: Monitor) -> None:
         self._engine = engine
         self._monitor = monitor
-        self._holding = DeepSpeedStorage(engine.optimizer, monitor.place, self._tell)
+        self._storage = DeepSpeedStorage(engine.optimizer, monitor.place, self._report)
         self._loss: torch.Tensor | None = None
         """Of the micro-steps of this step so far, each divided by their number as DeepSpeed does."""
         self._scales_losses = isinstance(engine.optimizer, ZeROOptimizer)
         """Whether losses were multiplied by the optimizer's loss scale: without ZeRO only its own `backward` does that."""
         self._undo: list[Callable[[], None]] = []
         monitor.port.steps.is_explicit = True
-        monitor.port.tensors.storage = self._holding
+        monitor.port.tensors.storage = self._storage
         monitor.port.at_end(self._restore)
         monitor.port.steps.follow(getattr(engine.optimizer, "optimizer", None))
         log.info("sentinel: step boundary: the engine's step")
@@ -125,8 +125,8 @@ class Followed:
         while self._undo:
             self._undo.pop()()
 
-    def _tell(self, code: str, message: str) -> None:
-        self._monitor.port.tell(code, message)
+    def _report(self, code: str, message: str) -> None:
+        self._monitor.port.report(code, message)
 
     def _safely(self, site: str, do: Callable[..., None], *args: Any) -> None:
         """Keep what goes wrong in Sentinel away from the engine."""
@@ -187,13 +187,13 @@ class Followed:
         monitor = self._monitor
         self._note_loss()
         try:
-            self._holding.open()
+            self._storage.open()
             # A model whose forward was never seen (compiled after attach) has its step begin here, which is said.
             monitor.port.steps.is_explicit = False
             monitor.gradients_ready()
         finally:
             monitor.port.steps.is_explicit = True
-            self._holding.close()
+            self._storage.close()
         self._note_scale()
         monitor.port.tensors.wgrads_read_early()
         if monitor.current_step != self._engine.global_steps + 1:

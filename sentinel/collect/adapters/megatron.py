@@ -21,18 +21,18 @@ import torch
 from megatron.core import parallel_state  # noqa: F401  A missing megatron-core says so by itself.
 from torch import nn
 
-from sentinel.collect.adapters.megatron_holding import (
+from sentinel.collect.adapters.megatron_placements import SitePlaces
+from sentinel.collect.adapters.megatron_storage import (
     MegatronStorage,
     leaves,
     offsets_of,
     tied_names,
     unwrap_chunk,
 )
-from sentinel.collect.adapters.megatron_placements import SitePlaces
 from sentinel.collect.attach import attach
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.optimizers import InstanceWrap
-from sentinel.collect.hooks.pickle_stub import inert_hook
+from sentinel.collect.hooks.pickle_stub import stub_hook
 from sentinel.collect.monitor import Monitor
 from sentinel.collect.unmeasured import Unmeasured
 from sentinel.monitor_config import MonitorConfig
@@ -103,7 +103,7 @@ class FirstCall:
         return self
 
     def __reduce__(self) -> Any:
-        return inert_hook()
+        return stub_hook()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and module is self._module():
@@ -128,9 +128,9 @@ class MegatronTrainer:
         self._sums: dict[str, tuple[Any, Any]] = {}
         """Scalar -> (sum, count) over the micro-batches of the running step, on the device."""
         self._sums_of = -1
-        self.holding = MegatronStorage(chunks, optimizers, monitor.place)
-        self.holding.look(())
-        monitor.port.tensors.storage = self.holding
+        self.storage = MegatronStorage(chunks, optimizers, monitor.place)
+        self.storage.look(())
+        monitor.port.tensors.storage = self.storage
         for mine in monitor.port.chunks:
             mine.offsets = offsets_of(mine.root, monitor.place)
             mine.tied = tied_names(mine.root, monitor.port.name_map)
@@ -206,7 +206,7 @@ class MegatronTrainer:
 
     def _note_scale(self, *, wgrads_are_scaled: bool) -> None:
         """Rows of gradients are divided by the loss scale of their step, on the writer's thread."""
-        scale = self.holding.loss_scale
+        scale = self.storage.loss_scale
         if scale is None:
             return
         copied = self.monitor.port.tensors.losses_multiplied_on_device(scale, wgrads_carry_it=wgrads_are_scaled)
@@ -224,11 +224,11 @@ class MegatronTrainer:
     def _prepared(self, optimizer: Any) -> None:
         """The gradients are reduced and unscaled; Megatron's own clipping comes next."""
         del optimizer
-        self.holding.is_prepared = True
+        self.storage.is_prepared = True
         try:
             self.monitor.gradients_ready()
         finally:
-            self.holding.is_prepared = False
+            self.storage.is_prepared = False
 
     def _after_step(self, optimizer: Any, result: Any) -> None:
         success, grad_norm, zeros = result if isinstance(result, tuple) and len(result) == 3 else (True, None, None)

@@ -58,7 +58,7 @@ class SitePlaces:
         """Return the words of a site's plain tensors."""
         words: dict[str, str] = {}
         if self.place.ep_size > 1:
-            words["ep"] = "replicate"  # Who holds which samples and tokens is told by dp, tp and cp already.
+            words["ep"] = "replicate"  # Who holds which samples and tokens follows from dp, tp and cp already.
         word = self._words.get((name, is_output))
         if self.place.tp_size > 1 and word is not None:
             words["tp"] = word

@@ -87,11 +87,11 @@ class TrainerTensors:
     @property
     def storage(self) -> ParameterStorage:
         """Where parameters and gradients are looked for."""
-        return self._parameters.holding
+        return self._parameters.storage
 
     @storage.setter
     def storage(self, value: ParameterStorage) -> None:
-        self._parameters.holding = value
+        self._parameters.storage = value
         self._parameters.refresh(self._chunks)
 
     def place_sites(self, placements: SitePlacements) -> None:
@@ -160,9 +160,9 @@ class AdapterPort:
         """Call `undo` once when the monitor ends: it takes off what the adapter put on its trainer."""
         self._session.on_end.append(undo)
 
-    def tell(self, code: str, message: str, site: str = "") -> None:
+    def report(self, code: str, message: str, site: str = "") -> None:
         """Say what is not measured, or not as people would expect: logged once for each site, shipped, counted."""
-        self._recorder.recording.tell(code, message, site)
+        self._recorder.recording.report(code, message, site)
 
     def pause(self) -> None:
         """Forwards are nobody's steps from now on: the trainer tries itself out, or loads a checkpoint by stepping."""

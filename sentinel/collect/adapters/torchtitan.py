@@ -58,7 +58,7 @@ def attach_torchtitan(
     if isinstance(monitor, Monitor):
         try:
             if replays:
-                monitor.port.tell(
+                monitor.port.report(
                     "cuda_graphs",
                     "forward and backward are replayed as a CUDA graph, in which no hook runs: parameters, gradients and "
                     "scalars are measured, the black box and modules are not; training.disable_cuda_graphs shows them",

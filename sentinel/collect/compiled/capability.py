@@ -1,4 +1,4 @@
-"""Whether this torch keeps the ops of compiled graphs: known for the versions that the tests ran on, tried out on others.
+"""Whether this torch keeps the ops of compiled graphs: known of the versions that the tests ran on, tried on others.
 
 What makes ops effectful is private to torch and changes. A graph that cannot be compiled would end the training; a small one
 that fails first only leaves the inside of compiled modules unmeasured.
@@ -41,20 +41,20 @@ class _CapabilityListener:
 
 
 def is_tested() -> bool:
-    """Whether the tests ran on this torch."""
+    """Return whether the tests ran on this version of torch."""
     return ".".join(torch.__version__.split(".")[:2]) in TESTED
 
 
 @cache
 def why_unusable() -> str:
-    """Return why compiled modules cannot be measured inside with this torch; empty: they can. Tries it out once."""
+    """Return why this torch cannot measure inside compiled modules, in words; empty: it can. Tries a version once."""
     if unavailable or is_tested():
         return unavailable
     return try_out()
 
 
 def try_out() -> str:
-    """Compile a small graph, run it forwards twice and then backwards; returns what went wrong, or nothing."""
+    """Compile a small graph, run two forwards and their backwards; return what went wrong, in words; empty: nothing."""
     witness = _CapabilityListener()
 
     def graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

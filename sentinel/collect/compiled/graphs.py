@@ -34,7 +34,10 @@ CUDA_GRAPHS = (
 
 
 class GraphGuard:
-    """What graphs that are traced or chosen now hold. A graph is guarded by these, so nothing is set while one is traced."""
+    """What graphs hold that are traced or chosen now.
+
+    Graphs are guarded by these values: none is set while one is traced.
+    """
 
     def __init__(self) -> None:
         self.borders = False
@@ -49,7 +52,7 @@ gate = GraphGuard()
 
 
 class WantsGraphs(Protocol):
-    """Says what the graphs of a chunk's compiled parts are to hold."""
+    """What the graphs of a chunk's compiled parts are to hold."""
 
     wants_borders: bool
     wants_sites: bool
@@ -59,7 +62,7 @@ _wanting: weakref.WeakSet[WantsGraphs] = weakref.WeakSet()
 
 
 def set_gate(one: WantsGraphs | None = None) -> None:
-    """Open the gate as far as the chunks of this process want; called where one changes its mind."""
+    """Set the guard to what any chunk of this process wants. one: a chunk whose wants may be new; None: one has left."""
     if one is not None:
         _wanting.add(one)
     gate.borders = any(one.wants_borders for one in _wanting)
@@ -73,7 +76,10 @@ _set: Callable[[Any], Any] = getattr(_eval_frame, "set_eval_frame", lambda callb
 
 
 def compiler_steps_aside() -> Any:
-    """Keep the compiler from what runs until `compiler_is_back`; returns what that needs, None where none is active."""
+    """Keep the compiler from compiling what runs until `compiler_is_back`.
+
+    Return what that is to be given; None: no compiler is active.
+    """
     return _set(None)
 
 
@@ -84,7 +90,7 @@ def compiler_is_back(former: Any) -> None:
 
 
 def run_as_it_is(code: CodeType) -> None:
-    """Never compile a function by itself; a graph that is traced through its caller still goes through it."""
+    """Have the compiler never compile this function by itself; graphs traced through its callers still contain it."""
     skip = getattr(_eval_frame, "skip_code", None)
     if skip is None and hasattr(_eval_frame, "set_code_exec_strategy"):
         action = _eval_frame._FrameAction
@@ -109,7 +115,7 @@ def compiled_parts(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def is_inside(name: str, part: str) -> bool:
-    """Whether a module is a compiled part or inside it."""
+    """Return whether the module `name` is the compiled part `part`, or inside it."""
     return not part or name == part or name.startswith(part + ".")
 
 
@@ -124,7 +130,10 @@ _exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_exp
 
 
 def trace_tensors(site: torch.Tensor, module: nn.Module, values: tuple[Any, ...], is_border: bool, how: int) -> None:
-    """Leave an op behind for each tensor that may be wanted here; how: of the first of them."""
+    """Leave an op in the graph for each tensor of a module that may be measured.
+
+    site: of the module's listener. is_border: the first tensor is a border. how: bits that describe the first tensor.
+    """
     # A forward without gradients is evaluation, or the first pass of a part that is checkpointed.
     if (not torch.is_grad_enabled() and not module.training) or _exporting():
         return
@@ -140,13 +149,13 @@ def trace_tensors(site: torch.Tensor, module: nn.Module, values: tuple[Any, ...]
 
 
 def trace_begin(site: torch.Tensor) -> None:
-    """A chunk's whole forward is inside the graph: leave an op behind where it begins."""
+    """Leave an op in the graph where a chunk's forward begins."""
     if torch.is_grad_enabled() and gate.is_usable and not _exporting():
         begin_forward(site)
 
 
 def trace_end(site: torch.Tensor, output: Any) -> None:
-    """Leave an op behind where a chunk's forward ends."""
+    """Leave an op in the graph where a chunk's forward ends. output: what the chunk returns, tensors in any nesting."""
     if torch.is_grad_enabled() and gate.is_usable and not _exporting():
         last = site
         for _, tensor in _floating_in(output):
@@ -157,7 +166,7 @@ def trace_end(site: torch.Tensor, output: Any) -> None:
 
 
 def _floating_in(value: Any, path: str = "", nesting: int = 0) -> list[tuple[str, torch.Tensor]]:
-    """As `nesting.tensors_in`, in words that every tracer knows."""
+    """As `nesting.tensors_in`, in code that every tracer can trace."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             return []

@@ -1,4 +1,4 @@
-"""Ops that stand in compiled graphs: each hands what passes, and later its gradient, to the tap that asked for it.
+"""Ops in compiled graphs: each hands a tensor, and later its gradient, to the tap that listens at its site.
 
 Python does not run inside a compiled graph, and an op that writes into a buffer ties forwards to backwards: micro-batches
 that go F F F B B B then fail. These ops are effectful instead: kept, in their order, by every pass, and run by the host. An
@@ -30,28 +30,32 @@ log = logging.getLogger("sentinel")
 IS_INPUT, IS_FIRST, IS_PARAMETER, HAS_GRADIENT, IS_WITHOUT_GRAPH, IN_GRAPH, ENTERS_GRAPH, LEAVES_GRAPH = (
     1 << at for at in range(8)
 )
-"""What an op knows of its tensor: whose it is, what autograd will do with it, and where in the compiled graph it stands.
-Inside a graph memory is used again without a trace: only what enters or leaves it can be told by its identity."""
+"""Bits of `how`: whose tensor it is, what autograd will do with it, and where in the compiled graph it stands.
+Inside a graph memory is used again without a trace: only what enters or leaves it can be recognised by its identity."""
 
 
 class Ticket(NamedTuple):
-    """What a forward gives its backward: the numbers of an int64 tensor of five."""
+    """What the forward's op hands to the backward's: an int64 tensor of five numbers, on the host."""
 
     site: int = -1
     entry: int = -1
-    """Id of the tensor's entry; -1: it was not looked at."""
+    """Id of the tensor's entry; -1: it was not measured."""
     micro_step: int = 0
     step: int = 0
-    """Number of steps that had ended."""
+    """Number of steps that had ended in this process."""
     serial: int = 0
-    """Told apart from every other; below 0: no gradient is wanted; 0: nobody answered."""
+    """Unique in this process; below 0: the gradient is not measured; 0: no listener answered."""
 
 
 class OpListener(Protocol):
-    """What stands behind a site: a module's tap, or a chunk."""
+    """What the ops of a site call: a module's tap, or a chunk."""
 
     def tensor_passes(self, tensor: torch.Tensor, former: Ticket, path: str, how: int) -> Ticket:
-        """A tensor passes; former: what another site answered to the very same tensor, in the same graph."""
+        """Take a tensor, and return the ticket for its backward.
+
+        former: the ticket that another site of the graph returned for the very same tensor. path: of the tensor within the
+        module's inputs or outputs. how: bits, as IS_INPUT.
+        """
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None: ...
 
@@ -60,7 +64,7 @@ class OpListener(Protocol):
     def forward_ends(self) -> Ticket: ...
 
     def guard_op(self, error: Exception) -> None:
-        """Count and tell an exception that stops here."""
+        """Report an exception of the listener; the graph goes on."""
 
 
 _listeners: weakref.WeakValueDictionary[int, OpListener] = weakref.WeakValueDictionary()
@@ -76,7 +80,7 @@ GRAPHED_DEVICES = ("cuda",)
 
 
 def enlist(listener: OpListener) -> torch.Tensor:
-    """Return the site of a listener: [] int64, on the host. It is forgotten with the listener."""
+    """Return the site of a listener, a 0-dim int64 tensor on the host. Listeners are held weakly."""
     number = next(_numbers)
     _listeners[number] = listener
     with _disable_current_modes():  # While a graph is traced new tensors are not real.
@@ -84,7 +88,7 @@ def enlist(listener: OpListener) -> torch.Tensor:
 
 
 def new_serial() -> int:
-    """Return a number that no ticket had."""
+    """Return a number that no ticket of this process has."""
     return next(_serials)
 
 
@@ -253,7 +257,7 @@ def _answer(gradient: torch.Tensor | None, ticket: torch.Tensor) -> None:
 
 
 def _end_forward_traced(output: torch.Tensor, site: torch.Tensor) -> Any:
-    """Autograd's kernel of `end_forward`: a bare hook on the output tells that a backward runs, and whose."""
+    """Autograd's kernel of `end_forward`: a hook on the output reports the backward and its ticket."""
     with torch._C._AutoDispatchBelowAutograd():
         ticket = _END_FORWARD(_kept(output), site)
     if torch.is_grad_enabled() and output.requires_grad:
@@ -309,7 +313,7 @@ observe, begin_forward, end_forward = _OBSERVE, _BEGIN_FORWARD, _END_FORWARD
 
 
 def _make_effectful() -> str:
-    """Tell torch that the ops have effects, in order; returns why it cannot be told, or nothing."""
+    """Declare to torch that the ops have effects, in order; return why that is impossible, or nothing."""
     try:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     except ImportError:

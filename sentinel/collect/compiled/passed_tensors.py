@@ -1,4 +1,4 @@
-"""What a chunk remembers of the tensors that pass between its compiled graphs and what is around them."""
+"""GraphMemory: the sightings of tensors that pass between a chunk's compiled graphs and the eager code around them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Key: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class GraphMemory:
-    """Entries by the memory of their tensors: a graph's outputs leave it under other objects than its ops saw.
+    """Sightings by the memory of their tensors: a graph returns its outputs under other objects than its ops saw.
 
-    Only what enters or leaves a graph is asked for and kept: inside, one memory holds one tensor after the other.
+    Only tensors that enter or leave a graph are kept: inside it one memory holds one tensor after the other.
     """
 
     def __init__(self) -> None:
@@ -28,40 +28,43 @@ class GraphMemory:
         self._held: dict[_Key, tuple[StorageWeakRef, int, bool, Sighting]] = {}
         """(memory, version, whether a graph's op saw it, what passed)"""
         self._answered: set[int] = set()
-        """Serials of the tickets whose gradients came in this step, or are nobody's any more."""
+        """Serials of the tickets whose gradients came in this step, or are not to be measured."""
         self._step = -1
 
     def begin(self, step: int) -> None:
-        """A forward begins; step: the number of steps that have ended."""
+        """Begin a forward. step: number of steps that have ended in this process."""
         self._held, self._sightings = {}, {}
         if step != self._step:
             self._step, self._answered = step, set()
 
     def forget(self) -> None:
-        """A forward is over."""
+        """End a forward: drop its tensors."""
         self._held, self._sightings = {}, {}
 
     def note(self, ticket: Ticket, sighting: Sighting) -> None:
-        """A ticket was given for what passed."""
+        """Keep the sighting that a ticket was returned for."""
         self._entries[ticket.site, ticket.entry] = sighting.entry
         self._sightings[ticket.serial] = sighting
 
     def entry_of(self, ticket: Ticket) -> TensorEntry | None:
-        """Return what a ticket names; None: nothing, or another chunk's."""
+        """Return the entry of a ticket; None: it has none, or is another chunk's."""
         return self._entries.get((ticket.site, ticket.entry))
 
     def sighting_of(self, ticket: Ticket) -> Sighting | None:
-        """Return what a ticket of the running forward was given for; None: it is no ticket, or another chunk's."""
+        """Return the sighting that a ticket of the running forward was returned for.
+
+        None: none, or it is another chunk's.
+        """
         return self._sightings.get(ticket.serial)
 
     def remember(self, tensor: torch.Tensor, sighting: Sighting, *, in_graph: bool) -> None:
-        """Let others find a tensor that leaves a graph or enters one, as long as its memory lives and does not change."""
+        """Remember the sighting of a tensor that enters or leaves a graph, while its memory is neither freed nor written."""
         if tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor"):
             memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._held[_key(tensor)] = (memory, tensor._version, in_graph, sighting)
 
     def find(self, tensor: torch.Tensor, *, in_graph: bool) -> Sighting | None:
-        """Return as what a tensor has passed before it entered a graph, or just before it left one."""
+        """Return the sighting of a tensor before it entered a graph, or just before it left one; None: there is none."""
         if not self._held or tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
             return None
         # What others have made of a graph's output lies in the same memory and is another tensor, as it is without graphs.
@@ -73,11 +76,12 @@ class GraphMemory:
         return sighting if in_graph or was_in_graph else None
 
     def drop(self, serial: int) -> None:
-        """Nobody waits for the gradient of this ticket any more."""
+        """Do not measure the gradient of this ticket."""
         self._answered.add(serial)
 
     def is_first_answer(self, ticket: Ticket) -> bool:
-        """Whether this gradient comes for the first time: zero-bubble schedules and retained graphs walk twice."""
+        """Return whether the gradient of a ticket comes for the first time: zero-bubble schedules and retained graphs walk
+        twice."""
         if ticket.serial in self._answered:
             return False
         self._answered.add(ticket.serial)

@@ -18,28 +18,30 @@ _Key: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Aliases:
-    """Finds as what it was seen that lies in the same living memory, unchanged since, and has the same gradient."""
+    """Finds the sighting of a tensor under a new object: the same memory, not freed, not written since, the same
+    gradient."""
 
     def __init__(self, functions: frozenset[str]) -> None:
-        """functions: names of the graph's nodes that hand a tensor on as it is, and its gradient too."""
+        """functions: names of autograd nodes that return their input unchanged, and pass its gradient back unchanged."""
         self._functions = functions
         self._seen: dict[_Key, tuple[StorageWeakRef, int, bool, Sighting]] = {}
 
     def forget(self) -> None:
-        """A forward begins, or is over."""
+        """Drop what was remembered: called when a forward begins, and when it ends."""
         self._seen = {}
 
     def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
-        """Let later sites of this forward find the tensor."""
+        """Remember what a tensor was measured as, so that later sites of the same forward find it."""
         if tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor"):
             # An address is used again: the memory must not have been given back since.
             memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._seen[_key(tensor)] = (memory, tensor._version, tensor.requires_grad, sighting)
 
     def origin(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, int] | None:
-        """Return what made a tensor before it was handed on: (node, which output), or the leaf; None: it was not handed on.
+        """Return what made a tensor before such a node: (autograd node, number of its output), or the leaf; None: no such
+        node.
 
-        There its gradient is the sum of what all its readers send back; at the tensor itself it is one reader's.
+        The gradient there is the sum over all readers of the tensor; at the tensor itself it is that of one reader.
         """
         node: Any = tensor.grad_fn
         number = tensor.output_nr
@@ -51,7 +53,10 @@ class Aliases:
         return (node, number) if leaf is None else leaf
 
     def find(self, tensor: torch.Tensor) -> Sighting | None:
-        """Return as what it has passed a site; None: it was not, or a gradient may differ."""
+        """Return what the tensor was measured as before in this forward.
+
+        None: it was not, or its gradient may be another.
+        """
         if tensor.layout is not torch.strided or hasattr(tensor, "_local_tensor"):
             return None
         if tensor.grad_fn is not None and tensor.grad_fn.name() not in self._functions:
@@ -68,5 +73,5 @@ def _key(tensor: torch.Tensor) -> _Key:
 
 
 def aliases_of(modules: Iterable[nn.Module]) -> Aliases | None:
-    """Return what finds the tensors that FSDP2 hands on; None for modules that it does not shard."""
+    """Return the aliases of FSDP2, whose nodes hand tensors on; None: it shards none of these modules."""
     return Aliases(FSDP_MARKS) if any(hasattr(module, "_get_fsdp_state") for module in modules) else None

@@ -1,4 +1,4 @@
-"""One model chunk of this rank: where it stands, its running forward, and the parts that look at its tensors."""
+"""One model chunk of this rank: its place, its running forward, and the parts that measure its tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sentinel.collect.compiled.compiled_parts import CompiledParts
 from sentinel.collect.compiled.ops import on_cuda_graph, on_root_traced
-from sentinel.collect.compiled.parts import CompiledParts
 from sentinel.collect.hooks.aliases import aliases_of
 from sentinel.collect.hooks.chunk_taps import ChunkTaps
 from sentinel.collect.hooks.gradient_taps import GradientTap, hang
@@ -31,7 +31,7 @@ from sentinel.record import Kind
 
 
 class Chunk:
-    """Holds its parts and says in which order they take part in a forward; which calls are forwards, `hooks` decides."""
+    """The parts that measure one chunk, called in order at each forward. `RootHooks` decides which calls are forwards."""
 
     def __init__(
         self, recorder: Recorder, passes: PassListener, root: nn.Module, structure: Structure, vpp_stage: int
@@ -53,7 +53,7 @@ class Chunk:
         """As ChunkInfo.flows."""
         self.in_forward = False
         self.forward = object()
-        """Stands for the training forward that runs, or ran last."""
+        """Identifies the training forward that runs, or ran last."""
         self.micro_step = 0
         """Of the training forward that runs, or ran last."""
         self.num_forwards = 0
@@ -64,10 +64,10 @@ class Chunk:
         """Whose backward runs, or ran last."""
         self.is_settled = False
         """Every usual site was met, and nothing of the running forward is compiled, split, recomputed, handed on under new
-        objects, still being written or shown to anybody: tensors may be taken as they were before (`take_again`, in C)."""
+        objects, still being written or shown to a probe: tensors may be taken as they were before (`take_again`, in C)."""
         self.order = SiteNumbering()
         self.survey = Survey(recorder.sites)
-        self.compiled = CompiledParts(structure.modules, recorder.sites.blind)
+        self.compiled = CompiledParts(structure.modules, recorder.sites.report_blind)
         self.seen = SeenTensors(self.survey, self.compiled)
         self.pending = PendingOutputs(recorder.sites)
         self.recomputed = Recomputation()
@@ -78,7 +78,7 @@ class Chunk:
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Watch the chunk's forward; the taps are installed one by one by `plan`."""
+        """Put hooks on the chunk's root. Those of its modules are put on by `plan`."""
         self.hooks.install()
         for calls, call in (
             (on_root_traced, weakly(self._traced_whole)),
@@ -89,14 +89,17 @@ class Chunk:
         self.find_compiled()
 
     def remove(self) -> None:
-        """Take every hook off again."""
+        """Take off every hook of the chunk and of its modules."""
         self.hooks.remove()
         while self._undo:
             self._undo.pop()()
         self.taps.remove()
 
     def plan(self, wanted: Callable[[str], frozenset[Kind]], black_box: bool) -> None:
-        """Install, change or remove taps: `wanted(module name)` are the kinds to take there, borders come on top."""
+        """Install, change or remove the taps of all modules.
+
+        wanted: local name of a module -> kinds to measure there. black_box: whether borders are measured beside them.
+        """
         if self.seen.aliases is None:
             self.seen.aliases = aliases_of(self.structure.modules.values())
         self.taps.plan(wanted, black_box)
@@ -107,12 +110,12 @@ class Chunk:
     def find_compiled(self, *, is_whole: bool = False) -> None:
         """Put hooks on every module of the parts that are compiled, before a graph is traced through them: they stay.
 
-        is_whole: the chunk itself is being compiled, however that came to pass.
+        is_whole: the chunk itself is being compiled, also where torch.compile was applied to something around it.
         """
         fresh = self.compiled.find(is_whole=is_whole)
         if fresh:
             self.unsettle()
-            self.taps.stand(fresh)
+            self.taps.keep_hooks(fresh)
 
     def _traced_whole(self) -> None:
         """A graph is being traced that holds a chunk's whole forward, perhaps this one's."""
@@ -121,7 +124,7 @@ class Chunk:
     # -- a training forward --------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A training forward begins."""
+        """Called before a training forward: reset what is known of its tensors."""
         self.passes.before_forward(self)
         self.in_forward, self.forward = True, object()
         self.order.begin()
@@ -131,23 +134,23 @@ class Chunk:
             self.survey.is_complete
             and self.seen.is_by_id
             and not self.recomputed.is_seen
-            and not self.recorder.sites.has_onlookers
+            and not self.recorder.sites.has_observers
         )
 
     def end_forward(self) -> None:
-        """It has ended well: its tensors are not looked for any more."""
+        """Called after a training forward that returned: drop its tensors, and note what a first whole forward has shown."""
         self.in_forward = False
         self.seen.end()
         if self.survey.complete():
-            self.compiled.tell_blind(self.taps.by_name)
-            self.taps.rest()
+            self.compiled.report_late_attach(self.taps.by_name)
+            self.taps.after_whole_forward()
             found = self.taps.flows()
             if not found <= self.flows:
                 self.flows |= found
                 self.recorder.sites.placed(True)
 
     def fail_forward(self) -> None:
-        """It raised: what it showed is forgotten."""
+        """Called after a training forward that raised: drop its tensors and its pending outputs."""
         self.in_forward = False
         self.pending.forget()
         self.seen.end()
@@ -155,14 +158,15 @@ class Chunk:
         self.passes.forward_failed(self)
 
     def place_locals(self, output: Any) -> None:
-        """Find out from its outputs how the plain tensors of a forward are placed that does not run any more."""
+        """Derive from the outputs of the forward that ended how its plain tensors are placed, under tensor parallelism."""
         if self.seen.locals.is_split:
             self.recorder.sites.placed(self.seen.locals.resolve(tensor for _, tensor in tensors_in(output)))
             self.seen.locals.forget()
 
     @contextlib.contextmanager
     def reopened(self) -> Iterator[None]:
-        """What is called in here belongs to the forward that has just ended: a head that runs inside of the loss, say."""
+        """Count calls of modules in this context to the forward that has just ended: a head that runs inside the loss,
+        say."""
         self.in_forward = self.recorder.is_alive and self.root.training and torch.is_grad_enabled()
         try:
             yield
@@ -175,36 +179,43 @@ class Chunk:
             self.in_forward = False
 
     def unsettle(self) -> None:
-        """Something of the running forward is not as usual: its tensors are looked at one by one from now on."""
+        """Take the slow path for the rest of the running forward: something in it differs from the forwards before."""
         self.is_settled = False
 
     # -- its micro-steps -----------------------------------------------------------------------------------------------
 
     def begin_micro_step(self, *, shares: bool) -> None:
-        """Number the forward that begins; shares: it belongs to the micro-step of the last, while that had no backward."""
+        """Set the micro_step of the forward that begins.
+
+        shares: it has the micro_step of the forward before, unless a backward has run in between.
+        """
         is_shared = shares and self.num_forwards and not self.had_backward
         self.micro_step = max(0, self.num_forwards - 1) if is_shared else self.num_forwards
 
     def end_micro_step(self) -> None:
-        """The forward ended well: it counts."""
+        """Count the forward that returned as a micro-step."""
         self.num_forwards = self.micro_step + 1
         self.had_backward = False
 
     def end_step(self) -> None:
-        """The step is over: the next forward is its first micro-step."""
+        """Called when a step ends: the next forward has micro_step 0."""
         self.num_forwards, self.had_backward = 0, False
 
     # -- what has passed -----------------------------------------------------------------------------------------------
 
     def postpone(self, module: str, tensor: torch.Tensor, sighting: Sighting) -> None:
-        """Keep an output that a collective still writes until somebody has read it."""
+        """Measure an output that a collective still writes later, once the model has read it."""
         if self.pending.add(module, tensor, sighting):
             self.unsettle()
 
     def hook_gradient(
         self, tensor: torch.Tensor, entry: TensorEntry, origin: torch.Tensor | tuple[Any, int] | None = None
     ) -> GradientTap:
-        """Take the gradient of `tensor` when its backward comes, once; or that of the logical tensor at its origin."""
+        """Put a hook on `tensor` that measures its gradient once, in the backward of the running forward.
+
+        origin: the leaf or (autograd node, number of its output) that made the logical tensor, where the whole gradient is;
+        None: `tensor` itself.
+        """
         hook = GradientTap(self, entry, self.micro_step)
         costs = self.recorder.recording.costs
         former = costs.turn_to(costs.kind_of(entry)) if costs.is_on else 0
@@ -224,14 +235,14 @@ class Chunk:
         return hook
 
     def take_over(self, former: Sighting, entry: TensorEntry) -> int:
-        """Make a border's what has passed before under another name; return its row, -1: it has none yet."""
+        """Give a row written under another name to a border's entry, and return the row; -1: there is none yet."""
         row = self.recorder.sites.rename(former, entry, self.micro_step)
         former.row = -1  # What a collective still writes is read at the border.
-        self.give_up(former)
+        self.skip_gradient(former)
         return row
 
-    def give_up(self, former: Sighting) -> None:
-        """Do not measure the gradient of what has passed: a border will."""
+    def skip_gradient(self, former: Sighting) -> None:
+        """Do not measure the gradient of a tensor that passed: the border measures it."""
         if former.hook is not None:
             former.hook.is_done = True
         self.seen.graphs.drop(former.serial)

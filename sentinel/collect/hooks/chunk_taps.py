@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from sentinel.collect.compiled.compiled_parts import CompiledParts
 from sentinel.collect.compiled.graphs import set_gate
-from sentinel.collect.compiled.parts import CompiledParts
 from sentinel.collect.hooks.module_tap import ModuleTap
 from sentinel.collect.hooks.structure import Border
 from sentinel.record import Kind
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ChunkTaps:
-    """Decides which modules of a chunk have a tap, and says what the graphs of compiled parts are to hold."""
+    """Decides which modules of a chunk have a tap, and what the graphs of compiled parts are to hold."""
 
     def __init__(self, chunk: Chunk, compiled: CompiledParts) -> None:
         self.by_name: dict[str, ModuleTap] = {}
@@ -29,11 +29,14 @@ class ChunkTaps:
 
     @property
     def has_own(self) -> bool:
-        """Whether anything is wanted of what the chunk itself takes and returns."""
+        """Whether inputs or outputs of the chunk itself are measured."""
         return "" in self.by_name
 
     def plan(self, wanted: Callable[[str], frozenset[Kind]], black_box: bool) -> None:
-        """Install, change or remove taps: `wanted(module name)` are the kinds to take there, borders come on top."""
+        """Install, change or remove the taps of all modules.
+
+        wanted: local name of a module -> kinds to measure there. black_box: whether borders are measured beside them.
+        """
         borders: dict[str, list[Border]] = {}
         if black_box:
             for border in self._chunk.structure.borders:
@@ -55,25 +58,25 @@ class ChunkTaps:
         self.wants_sites = wants_sites
         set_gate(self)
 
-    def stand(self, names: Iterable[str]) -> None:
-        """Put hooks on modules that stay on, whatever is wanted."""
+    def keep_hooks(self, names: Iterable[str]) -> None:
+        """Put hooks on modules of compiled parts, for good: also while nothing of them is measured."""
         for name in names:
             tap = self.by_name.get(name) or self._add(name)
-            tap.stand()
+            tap.keep_hooks()
 
-    def come_last(self) -> None:
-        """See what the next module sees: hooks that users added later may replace inputs and outputs."""
+    def move_last(self) -> None:
+        """Move all hooks behind those that users added later, which may replace inputs and outputs."""
         for tap in self.by_name.values():
             if tap.hooks is not None:
-                tap.hooks.come_last()
+                tap.hooks.move_last()
 
-    def rest(self) -> None:
-        """A whole forward has passed: find out which taps are needed where only the black box is measured."""
+    def after_whole_forward(self) -> None:
+        """Called after the first whole forward of a plan: note which taps steps with the black box alone do not need."""
         for tap in self.by_name.values():
-            tap.rest()
+            tap.after_whole_forward()
 
     def flows(self) -> set[str]:
-        """Return the modules without parameters, outside of blocks, that give out what a gradient goes through."""
+        """Return the names of modules without parameters, outside of blocks, whose outputs carry a gradient."""
         blocks = tuple(f"{block}." for block in self._chunk.structure.blocks)
         return {
             name
@@ -82,7 +85,7 @@ class ChunkTaps:
         }
 
     def remove(self) -> None:
-        """Take every hook off again."""
+        """Take off the hooks of all modules."""
         for name in list(self.by_name):
             self._remove(name)
         self._compiled.forget()

@@ -17,9 +17,10 @@ import torch
 from sentinel.collect.hooks.interception import Interception
 
 OnClip = Callable[[list[torch.Tensor], "torch.Tensor | None"], None]
-"""(parameters about to be clipped, their total norm if known); without parameters: the norm of those clipped last."""
+"""Called with (parameters about to be clipped, their total norm or None); an empty list: the norm is of those clipped
+last."""
 OnGrads = Callable[[list[torch.Tensor]], None]
-"""Gradients about to be clipped by value."""
+"""Called with the gradients about to be clipped by value."""
 
 METHODS = (("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "clip_grad_norm_"),)
 """(module, class, method) of wrappers around a model that clip its gradients themselves."""

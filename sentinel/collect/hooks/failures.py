@@ -1,4 +1,4 @@
-"""What is said of a hook that failed: the module and the probe, the tensors that it was given, and what is lost by it."""
+"""The message about a hook that failed: its module or probe, the tensors that it was given, and what is not measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import torch
 
 from sentinel.collect.hooks.nesting import tensors_in
+from sentinel.exception_words import raised_at
 
 MOST_TENSORS = 4
-"""Tensors whose shapes are named."""
+"""Most tensors whose shapes the message names."""
 
 _LOST = {
     "optimizer": "gradients and update of this optimizer step may be missing",
@@ -27,23 +28,27 @@ _LOST = {
     "noticed": "this value was not logged",
     "comm": "rows of this call of torch.distributed are missing",
 }
-"""What an exception costs that ended at a site which is no module and no probe."""
+"""Site that is no module and no probe -> what is not measured because of an exception there."""
 
 
 class Guard(Protocol):
-    """Where an exception of a hook ends: counted, logged once per site, shipped."""
+    """Takes an exception of a hook, so that the trainer never sees it: counted, logged once a site, sent as health."""
 
     def __call__(self, site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = "") -> None:
-        """site: name of the module, or of what else failed; given: what the hook looked at, tensors in any nesting."""
+        """site: name of the module, or of what else failed; given: what the hook was given, tensors in any nesting. lost:
+        what is not measured, in words."""
 
 
 def describe_error(error: Exception) -> str:
-    """Return an exception in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    """Return an exception in one line, with the place in the code of others that raised it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300] + raised_at(error)
 
 
 def describe_failure(site: str, error: Exception, *, probe: str = "", given: Any = None, lost: str = "") -> str:
-    """Return where a hook failed, on what, with what, and what is missing because of it, in one line."""
+    """Return one line: where a hook failed, on which tensors, with which exception, and what is not measured.
+
+    Arguments as those of `Guard`; lost: what is not measured, in words; empty: as `site` and `probe` imply.
+    """
     where = [f"probe {probe}"] if probe else []
     if probe and site != probe:
         where.append(f"at {site or 'the model itself'}")
@@ -68,7 +73,7 @@ def shapes_of(given: Any) -> str:
     try:
         found = [given] if isinstance(given, torch.Tensor) else [tensor for _, tensor in tensors_in(given)]
         words = [f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}{_layout(one)}" for one in found[:MOST_TENSORS]]
-    except Exception:  # It is asked for what another exception was about: that one must be told.
+    except Exception:  # It is asked for what another exception was about: that one must be reported.
         return ""
     return ", ".join(words) + (f" and {len(found) - MOST_TENSORS} more" if len(found) > MOST_TENSORS else "")
 

@@ -1,4 +1,4 @@
-"""Hooks on tensors: a gradient on its way back becomes a row, under the micro-step of its own forward."""
+"""Tensor hooks that measure gradients in the backward, each under the micro_step of the forward that made the tensor."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NO_SUMMAND = "the row of this rank's part of its gradient is missing from this s
 
 
 KEYS = itertools.count(-1, -1)
-"""Of hooks in the dictionary of a tensor; torch's own handles count upwards from 0."""
+"""Keys of our hooks in a tensor's dictionary of hooks, falling from -1; those of torch's handles rise from 0."""
 
 
 def hang(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook` with the gradient of a tensor that has a grad_fn, for as long as its graph lives.
+    """Call `hook` with the gradient of a tensor that has a grad_fn, for as long as its graph exists.
 
     As `Tensor.register_hook`, without the handle by which a hook is taken off again: making one costs more than all else.
 
@@ -97,7 +97,7 @@ class SummandTap(GradientTap):
     """A tensor hook that measures a gradient only while it is still one rank's summand.
 
     On the way back through a DTensor made of a tensor that all ranks hold alike, the gradient is a sum over the ranks that
-    is formed only then: behind it a NaN is everybody's, here it is its maker's.
+    is formed only then: behind it a NaN is on all ranks, here only on the rank that made it.
     """
 
     __slots__ = ("name", "source")
@@ -121,7 +121,7 @@ class SummandTap(GradientTap):
 
 
 class BackwardMark:
-    """A tensor hook on a chunk's output that only tells that a backward runs, and of which micro-step."""
+    """A tensor hook on a chunk's output that measures nothing: it reports that a backward runs, and its micro_step."""
 
     __slots__ = ("chunk", "micro_step")
 

@@ -17,7 +17,7 @@ from sentinel.record import Kind
 
 
 class GradientWatch:
-    """Told by boundary, clipping, pipelines and backward; reads each gradient of a step once."""
+    """Reads each weight gradient of a step once; boundary, clipping, pipelines and backward call it."""
 
     def __init__(
         self,
@@ -32,9 +32,11 @@ class GradientWatch:
         on_nonfinite: Callable[[], None],
         guard: Callable[[str, Exception], None],
     ) -> None:
-        """is_wanted: whether this step's gradients are measured; before_reading: the step may have to begin first.
+        """is_wanted: returns whether the running step measures weight gradients. before_reading: called before each reading,
+        for a step that has not begun yet.
 
-        on_backward_ended: all gradients of a backward are there. on_nonfinite: they hold a NaN or an infinity.
+        on_backward_ended: called when all gradients of a backward are written. on_nonfinite: called when their norm is NaN
+        or infinite.
         """
         self.clips = ClipWatch(self._before_clip, self._before_clip_by_value)
         self._parameters = parameters
@@ -52,16 +54,19 @@ class GradientWatch:
         """This trainer clips through torch: gradients are read there, and their versions need not be watched."""
 
     def ready(self, params: list[torch.Tensor] | None) -> None:
-        """An optimizer is about to use these gradients; None: all."""
+        """Read the gradients of these parameters (None: of all): an optimizer is about to step by them."""
         self._before_reading()
-        self._read(params, is_doomed=False)
+        self._read(params, is_before_zeroing=False)
 
-    def doomed(self, params: list[torch.Tensor] | None) -> None:
-        """These gradients are about to be zeroed; None: all. A later reading in the same step replaces this one."""
-        self._read(params, is_doomed=True)
+    def zeroing(self, params: list[torch.Tensor] | None) -> None:
+        """Read the gradients of these parameters (None: of all), about to be zeroed.
+
+        A later reading of the step replaces this.
+        """
+        self._read(params, is_before_zeroing=True)
 
     def backward_began(self) -> None:
-        """Note at the end of this backward how often each gradient was written: a write after it is somebody else's."""
+        """Have the running backward note at its end the version of each gradient: a later write is not part of it."""
         queue = torch.autograd.Variable._execution_engine.queue_callback
 
         # Twice: a callback queued by a callback runs after DDP's, which finishes its buckets in one.
@@ -72,7 +77,7 @@ class GradientWatch:
         queue(own_part_ended)
 
     def rewritten(self, stage: Any = None) -> None:
-        """A pipeline stage or a GradScaler changed the gradients, as a part of the backward: that is no clipping."""
+        """Note the versions again: a pipeline stage or a GradScaler rescaled the gradients, which is no clipping."""
         if not self._has_clipped and self._is_wanted():
             self._note_versions()
 
@@ -92,15 +97,15 @@ class GradientWatch:
         except Exception as error:
             self._guard("backward", error)
 
-    def _read(self, params: list[torch.Tensor] | None, *, is_doomed: bool) -> None:
+    def _read(self, params: list[torch.Tensor] | None, *, is_before_zeroing: bool) -> None:
         if self._is_wanted():
-            self._measure(self._parameters.of(params), is_doomed=is_doomed)
+            self._measure(self._parameters.of(params), is_before_zeroing=is_before_zeroing)
 
-    def _measure(self, which: list[Parameter], *, is_doomed: bool) -> None:
+    def _measure(self, which: list[Parameter], *, is_before_zeroing: bool) -> None:
         costs = self._recording.costs
         former = costs.turn_to(Kind.WGRAD)
         try:
-            self._recording.read_gradients(self._parameters, which, is_doomed=is_doomed)
+            self._recording.read_gradients(self._parameters, which, is_before_zeroing=is_before_zeroing)
         finally:
             costs.turn_to(former)
 
@@ -112,7 +117,7 @@ class GradientWatch:
                 if total_norm is not None and _is_known_nonfinite(total_norm):
                     self._on_nonfinite()
                 if self._is_wanted():
-                    self._measure(self._parameters.of(params), is_doomed=False)
+                    self._measure(self._parameters.of(params), is_before_zeroing=False)
             elif params:
                 self._was_mine = False
             if total_norm is not None and self._was_mine:
@@ -125,12 +130,12 @@ class GradientWatch:
             if self._is_wanted():
                 mine = self._parameters.of_grads(grads)
                 if mine:
-                    self._measure(mine, is_doomed=False)
+                    self._measure(mine, is_before_zeroing=False)
         except Exception as error:
             self._guard("clip_grad", error)
 
 
 def _is_known_nonfinite(norm: torch.Tensor) -> bool:
-    """Tell whether a norm is no number, where its memory says so: a DTensor's would take a collective, a device's a wait."""
+    """Return whether a norm on the host is NaN or infinite; False for DTensors and device tensors, which are not read."""
     number = number_of(norm)
     return number is not None and not math.isfinite(number)

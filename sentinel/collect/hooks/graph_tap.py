@@ -1,4 +1,4 @@
-"""What passes one module inside a compiled graph: measured by the ops that its hooks left there."""
+"""The tensors of one module inside a compiled graph, measured by the ops that its hooks left in the graph."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_OUTPUTS = "rows of its outputs, and of their gradients, are missing from this
 
 
 class GraphTap:
-    """Stands behind the site of a module (`ops.OpListener`)."""
+    """The `ops.OpListener` of one module: its ops call it when a compiled graph runs."""
 
     def __init__(self, tap: ModuleTap) -> None:
         self.site = enlist(self)
@@ -44,11 +44,11 @@ class GraphTap:
         """(is input, path) -> what passed there in the last compiled forward, and whether its gradient is wanted."""
 
     def tensor_passes(self, tensor: torch.Tensor, former: Ticket, path: str, how: int) -> Ticket:
-        """A compiled graph runs, and hands over what passes here."""
+        """Measure a tensor that a compiled graph hands over, and return the ticket for its backward. As `ops.OpListener`."""
         tap, names, chunk = self._tap, self._tap.names, self._tap.chunk
         sites, seen = chunk.recorder.sites, chunk.seen
         tap.has_passed = True
-        if not chunk.recorder.is_alive or (tap.may_rest and not sites.is_due):
+        if not chunk.recorder.is_alive or (tap.may_skip and not sites.is_due):
             return former
         is_input, was_first = bool(how & IS_INPUT), bool(how & IS_FIRST)
         if in_backward() and (former.entry < 0 or (is_input, path) in self._taken_over):
@@ -99,7 +99,7 @@ class GraphTap:
         return self._ticket(sighting, chunk.micro_step, is_wanted)
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
-        """The gradient of a ticket's tensor arrived."""
+        """Measure the gradient of the tensor that a ticket was returned for."""
         entry = self._tap.chunk.seen.graphs.entry_of(ticket)
         if entry is not None and entry.grad is not None and self._tap.chunk.seen.graphs.is_first_answer(ticket):
             tap = GradientTap(self._tap.chunk, entry.grad, ticket.micro_step)
@@ -114,7 +114,7 @@ class GraphTap:
         return NO_TICKET
 
     def guard_op(self, error: Exception) -> None:
-        """Count and tell an exception that stops here."""
+        """Report an exception to the recorder's guard."""
         self._tap.chunk.recorder.guard(self._tap.name, error, lost=NO_OUTPUTS)
 
     def _ticket(self, sighting: Sighting, micro_step: int, is_wanted: bool) -> Ticket:

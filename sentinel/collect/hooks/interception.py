@@ -1,4 +1,5 @@
-"""Functions and methods of torch replaced by ours while at least one monitor lives, and put back exactly afterwards."""
+"""Functions and methods of torch replaced by ours while at least one monitor is installed, and put back exactly
+afterwards."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from sentinel.collect.hooks.weak import WeakList
 
 User = TypeVar("User")
 _INHERITED = object()
-"""Stands for an attribute that its owner does not have itself."""
+"""Marks an attribute that the owner inherits: it is deleted, not restored."""
 
 
 class Interception(Generic[User]):
-    """One set of replacements, shared by all monitors of the process; the replacements tell each of `users`."""
+    """One set of replacements, shared by all monitors of the process; the replacements call each of `users`."""
 
     def __init__(self, replace_all: Callable[[Interception[User]], None]) -> None:
         """replace_all: calls `replace` for everything there is to replace now; called when the first user joins."""
@@ -38,7 +39,7 @@ class Interception(Generic[User]):
             self._replace_all(self)
 
     def leave(self, user: User) -> None:
-        """Tell `user` no more; torch is as before when the last one is gone."""
+        """Call `user` no more; with the last one every replacement is undone."""
         self.users.remove(user)
 
     def _restore(self) -> None:
@@ -70,7 +71,7 @@ def _have_the_compiler_look_up_torch() -> None:
 
     It does so once a process, by name, when it is first imported and used, which the first optimizer brings about. What
     stands there in the place of a function it takes for torch's from then on, and the function itself, once it is back, for
-    nobody's, at which graphs break.
+    an unknown one, at which graphs break.
 
     Source: torch/_dynamo/trace_rules.py, get_torch_obj_rule_map, of torch 2.4 to 2.13.
     """

@@ -1,4 +1,4 @@
-"""The loss scale of GradScaler: gradients carry it from the scaled loss on until they are unscaled; no row shows it.
+"""The loss scale of GradScaler, by which gradients are multiplied until they are unscaled; rows are divided by it.
 
 Source: torch/amp/grad_scaler.py, and torch/distributed/fsdp/sharded_grad_scaler.py, whose class overrides both methods.
 """
@@ -26,7 +26,7 @@ class LossScale:
     """What the loss of this step was multiplied by, and whether the weight gradients were divided again."""
 
     def __init__(self, on_unscaled: Callable[[], None], guard: Callable[[str, Exception], None]) -> None:
-        """on_unscaled: gradients were rewritten by the scaler, which is no clipping."""
+        """on_unscaled: called when the scaler has divided gradients, a write that is no clipping."""
         self.value: torch.Tensor | None = None
         """0-dim float64 on the host, or pinned and on its way there; None: this step's loss was not scaled."""
         self.on_device: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class LossScale:
         _scalers.leave(self)
 
     def scaled(self, scale: torch.Tensor) -> None:
-        """A loss was multiplied by `scale`, which changes between steps only, in place."""
+        """Note the factor, 0-dim on a device, that a loss was multiplied by. It changes between steps only, in place."""
         try:
             self.is_unscaled = False
             self.on_device = scale.detach()
@@ -56,7 +56,7 @@ class LossScale:
             self._guard("loss_scale", error)
 
     def unscaled(self) -> None:
-        """The scaler divided the gradients of an optimizer."""
+        """Note that the scaler divided the gradients of an optimizer by the loss scale."""
         try:
             self.is_unscaled = True
             self._on_unscaled()
@@ -64,14 +64,17 @@ class LossScale:
             self._guard("loss_scale", error)
 
     def take(self) -> tuple[torch.Tensor | None, bool]:
-        """Hand out (scale, whether weight gradients carried it to the end) of the step that ends."""
+        """Return (loss scale or None, whether weight gradients were still multiplied by it) of the step that ends.
+
+        The next step begins without a scale.
+        """
         taken = self.value, not self.is_unscaled
         self.value = self.on_device = None
         return taken
 
 
 def carried(kind: int) -> torch.Tensor | None:
-    """Return what gradients of a kind are multiplied by now, on the device; None: nothing, as far as scalers of torch go."""
+    """Return the factor, 0-dim on the device, that gradients of a kind are multiplied by now; None: no scaler of torch's."""
     for user in _scalers.users:
         if user.on_device is not None and kind in scaled_kinds(not user.is_unscaled):
             return user.on_device
@@ -82,14 +85,14 @@ def _replace_all(scalers: Interception[LossScale]) -> None:
     for module, name in SCALERS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and "scale" in vars(kind):
-            scalers.replace(kind, "scale", _telling_scale(kind.scale))
-            scalers.replace(kind, "unscale_", _telling_unscale(kind.unscale_))
+            scalers.replace(kind, "scale", _reporting_scale(kind.scale))
+            scalers.replace(kind, "unscale_", _reporting_unscale(kind.unscale_))
 
 
 _scalers: Interception[LossScale] = Interception(_replace_all)
 
 
-def _telling_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(scaler: Any, outputs: Any) -> Any:
         result = original(scaler, outputs)
@@ -102,7 +105,7 @@ def _telling_scale(original: Callable[..., Any]) -> Callable[..., Any]:
     return scale
 
 
-def _telling_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def unscale_(scaler: Any, optimizer: Any) -> None:
         original(scaler, optimizer)

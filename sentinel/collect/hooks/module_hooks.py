@@ -1,4 +1,4 @@
-"""The forward hooks of one module: on while something is wanted there, and for good in a part that is compiled."""
+"""The forward hooks of one module: installed while it is measured, and for good in a part that is compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.collect.compiled.graphs import compiler_is_back, compiler_steps_aside, run_as_it_is, trace_tensors
 from sentinel.collect.compiled.ops import IS_FIRST, IS_INPUT
 from sentinel.collect.hooks.graph_tap import NO_OUTPUTS
-from sentinel.collect.hooks.pickle_stub import inert_methods
+from sentinel.collect.hooks.pickle_stub import stub_methods
 from sentinel.native import take_again
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class ModuleHooks:
         return self  # A copied model (an EMA, say) carries hooks that see it is not theirs, and do nothing.
 
     def __reduce__(self) -> Any:
-        return inert_methods(type(self))
+        return stub_methods(type(self))
 
     def hang(self, *, before: bool, after: bool) -> None:
-        """Put on the hooks that are needed, and take off those that are not."""
+        """Install or remove the hooks. before, after: whether those before and after the forward are needed."""
         if before and self._pre is None:
             self._pre = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
         elif not before and self._pre is not None:
@@ -58,8 +58,8 @@ class ModuleHooks:
                 handle.remove()
         self._pre = self._post = None
 
-    def come_last(self) -> None:
-        """See what the next module sees: hooks that users added later may replace inputs and outputs."""
+    def move_last(self) -> None:
+        """Move the hooks behind those that users added later, which may replace inputs and outputs."""
         pairs: Any = ((self._pre, self._module._forward_pre_hooks), (self._post, self._module._forward_hooks))
         for handle, hooks in pairs:
             if handle is not None and next(reversed(hooks)) != handle.id:

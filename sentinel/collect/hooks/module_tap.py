@@ -1,4 +1,4 @@
-"""The tap of one module: what it takes and returns becomes rows, and its gradients are asked for.
+"""The tap of one module: its inputs and outputs become rows, and hooks are put on for their gradients.
 
 Nothing here changes, copies or waits for a tensor, and nothing escapes into autograd: every hook ends at `Recorder.guard`.
 """
@@ -35,7 +35,7 @@ OUTPUTS = frozenset({Kind.ACTIVATION, Kind.DGRAD})
 
 
 class ModuleTap:
-    """Decides which tensors of one module are measured. Its hooks call it; a chunk's own tap is called by the chunk's."""
+    """Decides which tensors of one module are measured. `ModuleHooks` calls it; for the chunk itself `RootHooks` does."""
 
     def __init__(self, chunk: Chunk, name: str, module: nn.Module, *, stays: bool = False) -> None:
         self.stays = stays
@@ -52,7 +52,7 @@ class ModuleTap:
         self.names = SiteNames(chunk, name)
         self.takes_all = False
         """Every tensor of the site, not only the first as at a border."""
-        self.may_rest = False
+        self.may_skip = False
         """Steps that measure no module have no need of it: it sees no border under another name."""
         self.is_border_in = self.is_border_out = False
         """As in `names.borders`, for graphs: a guard each."""
@@ -68,12 +68,12 @@ class ModuleTap:
 
     @property
     def is_asking(self) -> bool:
-        """Whether anything is wanted here."""
+        """Whether any tensor of this module is measured."""
         return bool(self.takes_in or self.takes_out)
 
     def configure(self, kinds: frozenset[Kind], borders: list[Border]) -> None:
-        """Take these kinds here, and everything at a border; hooks that are not needed go."""
-        self.may_rest = False
+        """Measure these kinds from now on, and all kinds at a border; remove hooks that are not needed."""
+        self.may_skip = False
         self.names.borders = {border.is_input: border for border in borders}
         self.is_border_in, self.is_border_out = True in self.names.borders, False in self.names.borders
         self.takes_all = bool(kinds)
@@ -90,20 +90,20 @@ class ModuleTap:
         if self.hooks is not None:
             self.hooks.hang(before=self.stays or bool(self.takes_in), after=self.stays or bool(self.takes_out))
 
-    def stand(self) -> None:
-        """Keep hooks on from now on, whatever is wanted: a compiler will trace a graph through them."""
+    def keep_hooks(self) -> None:
+        """Keep the hooks installed from now on, for a compiler traces a graph through them."""
         self.stays = True
         if self.hooks is not None:
             self.hooks.hang(before=True, after=True)
 
-    def rest(self) -> None:
-        """A whole forward has passed: find out whether this tap is needed where only the black box is measured."""
-        self.may_rest = self.names.are_plain
+    def after_whole_forward(self) -> None:
+        """Called after the first whole forward of a plan: note whether steps with the black box alone need this tap."""
+        self.may_skip = self.names.are_plain
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The module is called: in a training forward its inputs are taken, in a recompute only their gradients."""
+        """Called before the module: measure its inputs in a training forward; in a recompute hook only their gradients."""
         chunk = self.chunk
-        if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
+        if module is not self.module or not chunk.recorder.is_alive or (self.may_skip and not chunk.recorder.sites.is_due):
             return
         self.has_passed = True
         if chunk.in_forward and not in_backward():
@@ -113,9 +113,9 @@ class ModuleTap:
                 self._take_recomputed(source, self.names.inputs, Kind.DGRAD_IN in self.takes_in)
 
     def returned(self, module: nn.Module, output: Any) -> None:
-        """The module has returned: as `called`, of its outputs."""
+        """Called after the module: as `called`, for its outputs."""
         chunk = self.chunk
-        if module is not self.module or not chunk.recorder.is_alive or (self.may_rest and not chunk.recorder.sites.is_due):
+        if module is not self.module or not chunk.recorder.is_alive or (self.may_skip and not chunk.recorder.sites.is_due):
             return
         self.has_passed = True
         if chunk.in_forward and not in_backward():
@@ -124,7 +124,7 @@ class ModuleTap:
             self._take_recomputed(output, self.names.outputs, Kind.DGRAD in self.takes_out)
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
-        """Measure the inputs that no site has measured in this forward, and name the others a second time."""
+        """Measure the inputs that no site has measured in this forward; add this module as a reader of the others."""
         if not self.takes_in:
             return
         chunk, names, seen = self.chunk, self.names, self.chunk.seen
@@ -160,7 +160,10 @@ class ModuleTap:
         return tensor.requires_grad or (not torch.is_grad_enabled() and path in self._recomputed)
 
     def take_outputs(self, output: Any) -> None:
-        """Measure the outputs that no inner site has measured in this forward, and name the others a second time."""
+        """Measure the outputs that no inner site has measured in this forward.
+
+        This module becomes a further producer of the others.
+        """
         if not self.takes_out:
             return
         chunk, names, seen = self.chunk, self.names, self.chunk.seen
@@ -241,7 +244,7 @@ class ModuleTap:
                 continue
             if chunk.recorder.sites.is_looked_at(entry.grad):
                 if known is not None:
-                    chunk.give_up(known)
+                    chunk.skip_gradient(known)
                 sighting = Sighting(entry, is_border=bool(entry.border))
                 seen.remember(tensor, sighting)
                 micro_step, chunk.micro_step = chunk.micro_step, chunk.backward_micro_step

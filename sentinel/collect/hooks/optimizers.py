@@ -29,7 +29,7 @@ SECOND_PHASES = ("second_step", "descent_step")
 
 
 class WatchedOptimizer:
-    """One optimizer: what it did since the step began."""
+    """One optimizer of the trainer, and what it has done since the running step began."""
 
     def __init__(self, optimizer: Any, name: str) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -46,7 +46,7 @@ class WatchedOptimizer:
         self.is_idle = False
         """It has not stepped while others did again and again: no step waits for it until it steps."""
         self.found_inf: torch.Tensor | None = None
-        """Not 0: GradScaler told it to leave the weights alone, on the device, as it tells fused optimizers."""
+        """Not 0: GradScaler asked it to leave the weights alone, by a tensor on the device, as it asks fused optimizers."""
         self.noted_version: tuple[int, int | None] = (-1, None)
         """`version` when the last backward was over, and of how many parameters."""
 
@@ -65,12 +65,12 @@ class WatchedOptimizer:
         return sum(param._version for param in itertools.islice((p for group in groups for p in group["params"]), most))
 
     def note_version(self, most: int | None) -> None:
-        """Remember how its weights stand."""
+        """Note the version of its weights, to learn later whether they were written."""
         self.noted_version = self.version(most), most
 
     @property
     def has_moved(self) -> bool:
-        """Whether its weights were written since they were noted."""
+        """Whether its weights were written since `note_version`."""
         noted, most = self.noted_version
         return noted not in (-1, self.version(most))
 
@@ -79,16 +79,16 @@ class StepListener(Protocol):
     """What is called before and after the steps of optimizers."""
 
     def about_to_step(self, watched: WatchedOptimizer, optimizer: Any, *, is_announced: bool) -> None:
-        """The gradients that are there now are those of the update; is_announced: nothing has moved the weights yet."""
+        """Called when the gradients of the update are complete. is_announced: before the weights are written."""
 
     def stepped(self, watched: WatchedOptimizer, optimizer: Any) -> None:
-        """`optimizer`, which is the watched one or what it is made of, has written weights and state."""
+        """Called when `optimizer`, the watched one or one inside it, has written weights and state."""
 
     def first_phase(self, watched: WatchedOptimizer) -> None:
-        """The weights are moved to where the gradient of the update will be taken."""
+        """Called before the first phase moves the weights to the point at which the gradient of the update is taken."""
 
     def zeroed(self, watched: WatchedOptimizer | None) -> None:
-        """Gradients are about to be cleared; None: those of all."""
+        """Called before gradients are zeroed: those of one optimizer, or of the whole model (None)."""
 
 
 class _OpenStepCall:
@@ -131,7 +131,7 @@ class OptimizerHooks:
     # -- installing ------------------------------------------------------------------------------------------------
 
     def watch(self, optimizer: Any, name: str = "") -> WatchedOptimizer:
-        """Hook a torch optimizer, a wrapper around one, or a list of chained ones; returns the one hooked last."""
+        """Hook a torch optimizer, a wrapper around one, or a list of chained ones; return the one hooked last."""
         chained = getattr(optimizer, "chained_optimizers", None)
         if isinstance(chained, (list, tuple)) and chained:
             return [self.watch(inner, name) for inner in chained][-1]
@@ -177,7 +177,10 @@ class OptimizerHooks:
         return watched
 
     def adopt(self, model_params: Iterable[torch.Tensor]) -> None:
-        """Without an optimizer given: watch any torch optimizer that steps parameters of the model."""
+        """Watch any torch optimizer of the process once it steps one of these parameters.
+
+        Called where attach was given no optimizer.
+        """
         self.adopts = True
         self._owned = {id(p) for p in model_params}
         if not self._is_waiting:
@@ -185,15 +188,18 @@ class OptimizerHooks:
             self._undo.append(register_optimizer_step_pre_hook(weakly(self._meet)).remove)
 
     def follow(self, optimizer: Any, on_stepping: Callable[[Any], None], on_stepped: Callable[[Any], None]) -> None:
-        """Tell of the steps of a torch optimizer inside another one: they end nothing, and its gradients are not read."""
+        """Call back around the steps of a torch optimizer inside another one.
+
+        They end no step and its gradients are not read.
+        """
         if not hasattr(optimizer, "register_step_pre_hook") or any(w.optimizer() is optimizer for w in self.watched):
             return
         self._met.add(optimizer)
 
-        def reported(tell: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
+        def reported(report: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
             def call(one: Any, args: Any, kwargs: Any) -> None:
                 try:
-                    tell(one)
+                    report(one)
                 except Exception as error:
                     self._guard("optimizer", error)
 
@@ -203,7 +209,7 @@ class OptimizerHooks:
         self._undo.append(optimizer.register_step_post_hook(reported(on_stepped)).remove)
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A torch optimizer of this process steps: it may be one of ours that nobody named."""
+        """Called when a torch optimizer of this process steps: watch it if it steps parameters of the model."""
         try:
             if optimizer in self._met:
                 return
@@ -257,7 +263,7 @@ class OptimizerHooks:
         self._undo.append(lambda: _delete(optimizer, "step", step))
 
     def wrap_zero_grad(self, owner: Any, watched: WatchedOptimizer | None) -> None:
-        """Tell of the zero_grad of an optimizer, a wrapper around one, or a model (None: all gradients)."""
+        """Report each `zero_grad` of an object: an optimizer, a wrapper around one, or a model (watched: None)."""
         if callable(getattr(owner, "zero_grad", None)):
             self._wrap(owner, "zero_grad", before=lambda: self._zeroed(watched))
 
@@ -297,7 +303,7 @@ class OptimizerHooks:
 
     @property
     def running(self) -> WatchedOptimizer | None:
-        """The optimizer whose `step` has begun and not returned; what runs now are evaluations of one step."""
+        """The optimizer whose `step` runs now; forwards inside it are evaluations of one step. None: none runs."""
         while self._calls:
             call = self._calls[-1]
             if call.thread != threading.get_ident():  # A backward may run in a thread of its own.
@@ -322,8 +328,8 @@ class OptimizerHooks:
                 call.has_closure = True
                 reported = functools.partial(self._evaluated, call)
                 return (
-                    tuple(_telling(value, reported) if is_closure(value) else value for value in args),
-                    {name: _telling(value, reported) if is_closure(value) else value for name, value in kwargs.items()},
+                    tuple(_reporting(value, reported) if is_closure(value) else value for value in args),
+                    {name: _reporting(value, reported) if is_closure(value) else value for name, value in kwargs.items()},
                 )
             if not self._is_made_of_others(call):
                 self._listener.about_to_step(watched, optimizer, is_announced=True)
@@ -370,7 +376,10 @@ class OptimizerHooks:
 
 
 class SecondPhase:
-    """A method that writes the update of a two-phase optimizer; where no inner optimizer does, its end is the step."""
+    """A call of the method that writes the update of a two-phase optimizer.
+
+    Without an inner optimizer its end is the step.
+    """
 
     def __init__(self, hooks: OptimizerHooks, watched: WatchedOptimizer, optimizer: Any) -> None:
         self._hooks = hooks
@@ -379,21 +388,21 @@ class SecondPhase:
         self._num_steps = 0
 
     def begin(self) -> None:
-        """The gradients of the second evaluation are there."""
+        """Called before the method: the gradients of the second evaluation are complete."""
         self._hooks.second = self
         self._num_steps = self._watched.num_steps
         if self._hooks.running is None and not self._watched.inner:
             self._hooks._listener.about_to_step(self._watched, self._optimizer(), is_announced=False)
 
     def end(self) -> None:
-        """The weights are written."""
+        """Called after the method: the weights are written."""
         self._hooks.second = None
         if self._hooks.running is None and self._watched.num_steps == self._num_steps:
             self._hooks._listener.stepped(self._watched, self._optimizer())
 
 
 class InstanceWrap:
-    """A method wrapped on one instance, that copies and pickles as if it were not wrapped."""
+    """A method replaced on one instance, which is copied and pickled as if it were not."""
 
     def __init__(self, owner: Any, name: str, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
         self._owner = weakref.ref(owner)
@@ -438,7 +447,7 @@ def is_closure(value: Any) -> bool:
     return callable(value) and not isinstance(value, (torch.optim.Optimizer, torch.nn.Module))
 
 
-def _telling(closure: Callable[..., Any], reported: Callable[[], None]) -> Callable[..., Any]:
+def _reporting(closure: Callable[..., Any], reported: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(closure)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = closure(*args, **kwargs)

@@ -34,7 +34,7 @@ class ParameterWatch:
         self._count = count
 
     def refresh(self) -> None:
-        """Look for parameters that are not known yet."""
+        """Add parameters that were registered in the chunks since the last look."""
         self._parameters.refresh(self._chunks)
 
     def begin_step(self, *, has_plan_changed: bool) -> None:
@@ -53,7 +53,8 @@ class ParameterWatch:
         self._running.due["wgrad"] = len(self._parameters.read)
 
     def saw_nonfinite(self) -> None:
-        """The running step holds a NaN or an infinity: measure its weights and gradients, and whole steps from now on."""
+        """Called when the running step holds a NaN or an infinity: measure its weights and gradients, and all later steps
+        whole."""
         self._pacing.saw_nonfinite(self._count.current)
         lacks_parameters = Kind.PARAM in self._plan.left_out
         if self._running.is_measuring and self._plan.take_in((Kind.PARAM, Kind.WGRAD)) and lacks_parameters:

@@ -19,7 +19,7 @@ REFRESH_STEPS = 50
 
 
 class Parameter:
-    """One parameter of a chunk, once however often it is shared."""
+    """One parameter of a chunk; a parameter that modules share is one."""
 
     __slots__ = (
         "described",
@@ -45,27 +45,28 @@ class Parameter:
 
 
 class DescribedParameters:
-    """Plain parameters that were described in the table, all of them: a small step has no time to do that again."""
+    """The entries of all parameters where each is a plain tensor: described once, for small steps have no time to do it
+    again."""
 
     def __init__(
-        self, entries: list[TensorEntry], tensors: list[torch.Tensor], plan: Plan, holding: ParameterStorage
+        self, entries: list[TensorEntry], tensors: list[torch.Tensor], plan: Plan, storage: ParameterStorage
     ) -> None:
         self.entries = entries
         self.tensors = tensors
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._generation = plan.generation
-        self._holding, self._place = holding, holding.place
+        self._storage, self._place = storage, storage.place
 
-    def holds(self, plan: Plan, holding: ParameterStorage, num: int) -> bool:
-        """Whether they are what the running step measures, and described as they are now."""
+    def holds(self, plan: Plan, storage: ParameterStorage, num: int) -> bool:
+        """Return whether they are what the running step measures, under the plan and storage they were described for."""
         tensors = self.tensors
         return (
             plan.generation == self._generation
             and plan.takes_whole(Kind.PARAM)
-            and holding is self._holding
-            and keeps_plain(holding)
-            and holding.place is self._place
+            and storage is self._storage
+            and keeps_plain(storage)
+            and storage.place is self._place
             and num == len(tensors)
             and [tensor.shape for tensor in tensors] == self._shapes
             and [tensor.dtype for tensor in tensors] == self._dtypes
@@ -83,11 +84,11 @@ class WatchedParameters:
         self._by_id: dict[int, Parameter] = {}
         self.read: dict[int, int] = {}
         """id of a parameter -> row of its gradient in this step."""
-        self.doomed: set[int] = set()
+        self.before_zeroing: set[int] = set()
         """Parameters whose row was read only because zero_grad was about to clear it: a later read replaces it."""
         self.reopened: set[int] = set()
         """Parameters whose row is not that of the update: whatever is read next replaces it."""
-        self.holding: ParameterStorage = TorchStorage()
+        self.storage: ParameterStorage = TorchStorage()
         """Where this trainer keeps parameters and gradients; an adapter may put its own here before the first step."""
         self._has_grads = False
         """A backward of this step left a gradient where torch keeps them, in `.grad`."""
@@ -95,7 +96,7 @@ class WatchedParameters:
         """What `measurable` returned last, while nothing can have changed but the tensors themselves."""
 
     def refresh(self, chunks: Sequence[Any]) -> None:
-        """Look for parameters that are not known yet."""
+        """Add parameters that were registered in the chunks since the last look, and drop those that were replaced."""
         known = {one.entry.id: one for one in self.all}
         for chunk in chunks:
             positions = {name: at for at, name in enumerate(chunk.structure.modules)}
@@ -115,73 +116,78 @@ class WatchedParameters:
                 parameter = Parameter(param, entry, wgrad)
                 self.all.append(parameter)
                 self._by_id[id(param)] = parameter
-        self.holding.look(one.param for one in self.all)
+        self.storage.look(one.param for one in self.all)
         self._described = None
 
     def locate(self, place: Place) -> None:
-        """Take note of where this rank stands."""
-        if place != self.holding.place:
-            self.holding.place = place
-            self.holding.look(one.param for one in self.all)
+        """Set the place of this rank, and look at the parameters again where it changed."""
+        if place != self.storage.place:
+            self.storage.place = place
+            self.storage.look(one.param for one in self.all)
             self._described = None
 
     def forget(self) -> None:
-        """Begin anew: the next `refresh` finds every parameter again."""
+        """Drop all parameters; the next `refresh` finds them again."""
         self.all.clear()
         self._by_id.clear()
         self._described = None
 
     def of(self, tensors: Iterable[torch.Tensor] | None) -> list[Parameter]:
-        """Return the known ones among `tensors`; None: all."""
+        """Return the parameters that these tensors are, without those that are not the chunks'; None: all parameters."""
         if tensors is None:
             return self.all
         find = self._by_id.get
         return [one for t in tensors if (one := find(id(t))) is not None]
 
     def holds_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether any of `tensors` is known."""
+        """Return whether any of these tensors is a parameter of the chunks."""
         known = self._by_id
         return any(id(one) in known for one in tensors)
 
     def of_grads(self, grads: Iterable[torch.Tensor]) -> list[Parameter]:
-        """Return the parameters whose gradients these are."""
+        """Return the parameters whose `.grad` is one of these tensors."""
         wanted = {id(grad) for grad in grads}
         return [p for p in self.all if p.param.grad is not None and id(p.param.grad) in wanted]
 
     def measurable(self, parameters: Iterable[Parameter]) -> tuple[list[TensorEntry], list[torch.Tensor]]:
-        """Return entries and local tensors of the parameters themselves."""
+        """Return (entries, local tensors) of the parameters that the running step measures, one of each for a parameter."""
         known = self._described
-        if known is not None and parameters is self.all and known.holds(self._plan, self.holding, len(self.all)):
+        if known is not None and parameters is self.all and known.holds(self._plan, self.storage, len(self.all)):
             return known.entries, known.tensors
         entries, tensors = [], []
-        measures, hold = self._plan.measures, self.holding.param
+        measures, hold = self._plan.measures, self.storage.param
         for one in parameters:
             tensor = self._local(one, one.entry, hold(one.param)) if measures(one.entry) else None
             if tensor is not None:
                 entries.append(one.entry)
                 tensors.append(tensor)
         if parameters is self.all:
-            is_plain = self._plan.takes_whole(Kind.PARAM) and keeps_plain(self.holding)
+            is_plain = self._plan.takes_whole(Kind.PARAM) and keeps_plain(self.storage)
             is_plain = is_plain and all(one.param is tensor for one, tensor in zip(self.all, tensors, strict=False))
-            self._described = DescribedParameters(entries, tensors, self._plan, self.holding) if is_plain else None
+            self._described = DescribedParameters(entries, tensors, self._plan, self.storage) if is_plain else None
         return entries, tensors
 
     def fresh_grads(
-        self, parameters: Iterable[Parameter], is_doomed: bool
+        self, parameters: Iterable[Parameter], is_before_zeroing: bool
     ) -> list[tuple[Parameter, torch.Tensor, bool, int | None]]:
-        """Return (parameter, local gradient, was touched after the backward, row to replace) of gradients to be read now.
+        """Return (parameter, local gradient, whether it was written after the backward, row to replace or None) of each to
+        read.
+
+        is_before_zeroing: they are read because they are about to be zeroed; a later reading of the step replaces these
+        rows.
+
 
         A gradient that is the very tensor read in an earlier step, unchanged, belongs to that step: it is left out.
         """
         found: list[tuple[Parameter, torch.Tensor, bool, int | None]] = []
-        if len(self.read) == len(self.all) and not self.reopened and not self.doomed:
+        if len(self.read) == len(self.all) and not self.reopened and not self.before_zeroing:
             return found  # All were read, by who clips: the optimizer that steps now asks in vain.
-        measures, hold, read = self._plan.measures, self.holding.wgrad, self.read
-        is_plain, place = keeps_plain(self.holding), self.holding.place
+        measures, hold, read = self._plan.measures, self.storage.wgrad, self.read
+        is_plain, place = keeps_plain(self.storage), self.storage.place
         for one in parameters:
             key = id(one.param)
             row = read.get(key)
-            is_final = row is not None and key not in self.reopened and (is_doomed or key not in self.doomed)
+            is_final = row is not None and key not in self.reopened and (is_before_zeroing or key not in self.before_zeroing)
             if is_final or not measures(one.wgrad):
                 continue
             own = one.param.grad
@@ -205,37 +211,42 @@ class WatchedParameters:
             touched = own is not None and 0 <= one.version_after_backward != version
             one.last_read, one.last_version = weakref.ref(grad), version
             self.reopened.discard(key)
-            if is_doomed:
-                self.doomed.add(key)
+            if is_before_zeroing:
+                self.before_zeroing.add(key)
             else:
-                self.doomed.discard(key)
+                self.before_zeroing.discard(key)
             found.append((one, local, touched, row))
         return found
 
     def reopen(self, tensors: Iterable[torch.Tensor] | None) -> None:
-        """What was read of these (None: of all) is not the gradient of the update: the next reading replaces it."""
+        """Have the next reading replace the rows of these parameters (None: of all): they are not the gradient of the
+        update."""
         wanted = self.read.keys() if tensors is None else {id(t) for t in tensors}
         self.reopened.update(key for key in wanted if key in self.read)
 
     def are_thrown_away(self) -> bool:
-        """Whether every gradient is gone although a backward of this step left some in `.grad`: cleared by hand."""
+        """Return whether no parameter has a gradient although a backward of this step left one: they were cleared by
+        hand."""
         return self._has_grads and all(one.param.grad is None for one in self.all)
 
     def note_grads(self) -> None:
-        """A backward is over. One that leaves the weights for later (zero bubble) leaves no gradient yet."""
+        """Called after a backward: note whether it left gradients.
+
+        A split one (zero bubble) leaves those of weights for later.
+        """
         self._has_grads = self._has_grads or any(one.param.grad is not None for one in self.all)
 
     def note_versions(self) -> None:
-        """Remember how often each gradient was written up to now: a write after this is somebody else's."""
+        """Note the version of each gradient: a later write is not part of the backward (clipping, say)."""
         for one in self.all:
             grad = one.param.grad
             if grad is not None:
                 one.version_after_backward = grad._version
 
     def begin_step(self) -> None:
-        """Forget what was read."""
+        """Called when a step begins: none of its gradients was read."""
         self.read.clear()
-        self.doomed.clear()
+        self.before_zeroing.clear()
         self.reopened.clear()
         self._has_grads = False
         for one in self.all:

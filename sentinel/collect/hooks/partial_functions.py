@@ -48,7 +48,7 @@ def partial_functions(node: Any, measured: Mapping[Any, str]) -> tuple[str, ...]
 
     node: the tensor's grad_fn. measured: grad_fn of tensors measured before it -> name of each.
 
-    `log`, `div`, `softmax`, ...: its argument may lie outside the domain, as far as the graph tells. `log:blocks.1.up`: its
+    `log`, `div`, `softmax`, ...: its argument may lie outside the domain, as far as the graph shows. `log:blocks.1.up`: its
     argument is that very tensor. `sqrt'`, with a prime: it is defined, and its derivative is not.
     """
     found: dict[str, None] = {}
@@ -112,7 +112,7 @@ def _partial(node: Any, name: str) -> str:
 
 
 def _sign(node: Any, depth: int = 0) -> int:
-    """Return 2 where what a node makes is positive, 1 where it is not negative, 0 where nobody can tell.
+    """Return 2 where what a node makes is positive, 1 where it is not negative, 0 where neither is known.
 
     A number that is added to what is not negative is taken for the small one that keeps it from zero.
     """
@@ -154,7 +154,7 @@ def _power(node: Any, sign: int) -> str:
 
 
 def _is_constant_divisor(node: Any) -> bool:
-    """Tell whether a division is by a number of the program: torch makes those 0-dim tensors of a Python type's width."""
+    """Return whether a division is by a number of the program: torch makes those 0-dim tensors of a Python type's width."""
     if _argument(node, 1) is not None:
         return False
     other = _saved(node, "other")
@@ -164,7 +164,7 @@ def _is_constant_divisor(node: Any) -> bool:
 
 
 def _is_masked(node: Any) -> bool:
-    """Tell whether something is masked, or added from outside the graph, shortly before."""
+    """Return whether something is masked, or added from outside the graph, shortly before."""
     for _ in range(MAX_DEPTH):
         if node is None:
             return False
@@ -178,7 +178,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def _is_selected(node: Any) -> bool:
-    """Tell whether what is averaged is a selection, whose number follows the data."""
+    """Return whether what is averaged is a selection, whose number follows the data."""
     for _ in range(MAX_DEPTH):
         if node is None:
             return False
@@ -191,7 +191,7 @@ def _is_selected(node: Any) -> bool:
 
 
 def _is_below_its_maximum(node: Any) -> bool:
-    """Tell whether a maximum is taken off first, as a softmax written by hand does."""
+    """Return whether a maximum is taken off first, as a softmax written by hand does."""
     other = _argument(node, 1) if node is not None and _name(node) == "Sub" else None
     while other is not None and _name(other) in _SAME_VALUES - {"Amax", "Max"}:
         other = _argument(other, 0)

@@ -1,4 +1,4 @@
-"""Outputs that a collective still writes: they are measured once somebody has read them."""
+"""Outputs that a collective still writes: measured once the model has read them, and so waited for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sentinel.collect.parallel.placements import arrived
 
 
 class PendingOutputs:
-    """Those of the running forward, each with a row that was reserved in the order of calls."""
+    """The pending outputs of the running forward, each with a row reserved when it was made, in the order of calls."""
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
@@ -18,14 +18,14 @@ class PendingOutputs:
         """(module, tensor, as what it passes)"""
 
     def add(self, module: str, tensor: torch.Tensor, sighting: Sighting) -> bool:
-        """Keep an output until somebody has read it; False where nobody measures it or looks at it."""
-        if sighting.row < 0 and not self._sites.has_onlookers:
+        """Keep an output until the model has read it; return False where nothing measures it."""
+        if sighting.row < 0 and not self._sites.has_observers:
             return False
         self._outputs.append((module, tensor, sighting))
         return True
 
     def settle(self, module: str, micro_step: int, one: torch.Tensor | None = None) -> None:
-        """Measure what is read by now: inside `module`, which has ended, or `one` about to be read."""
+        """Measure the outputs made inside `module`, which has returned, or `one` alone, which the model reads now."""
         if not self._outputs:
             return
         left = []
@@ -37,5 +37,5 @@ class PendingOutputs:
         self._outputs = left
 
     def forget(self) -> None:
-        """A forward begins, or has failed."""
+        """Drop them: called when a forward begins or raised."""
         self._outputs = []

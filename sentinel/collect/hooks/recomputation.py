@@ -9,7 +9,8 @@ from sentinel.record import Kind
 
 
 class Recomputation:
-    """Decides where the gradients of a chunk's recomputed tensors are asked for, so that each is measured once."""
+    """Decides whether the gradient of a recomputed tensor is measured at its first forward or its recompute: never at
+    both."""
 
     def __init__(self) -> None:
         self.is_seen = False
@@ -20,9 +21,9 @@ class Recomputation:
         """(id of a gradient's entry, micro_step) hooked in such a forward and again in its recompute -> was measured."""
 
     def note_without_graph(self, entry: TensorEntry, tensor: torch.Tensor, kind: Kind, micro_step: int) -> None:
-        """A forward that will be run again: what is made in it has no gradient, what it is given has.
+        """Note a tensor of a forward without graph: outputs get no gradient there, inputs do.
 
-        Megatron adds residuals with gradients on: where an input comes from cannot be told before the backward.
+        Megatron adds residuals with gradients on: where an input comes from is not known before the backward.
         """
         self.is_seen = True
         if kind is Kind.ACTIVATION or tensor.grad_fn is not None or not tensor.requires_grad:
@@ -31,12 +32,12 @@ class Recomputation:
                 self.asked_twice[entry.grad.id, micro_step] = False
 
     def note_with_graph(self, entry: TensorEntry, grad: TensorEntry, micro_step: int) -> None:
-        """A forward that keeps its graph: what it gives out is not made again, and its gradient comes once."""
+        """Note a tensor of a forward with a graph: it is not recomputed, and its gradient comes once."""
         self.without_graph.discard(entry.id)
         self.asked_twice.pop((grad.id, micro_step), None)
 
     def is_answered(self, entry: TensorEntry, micro_step: int) -> bool:
-        """Whether another hook has measured this gradient; from now on it is."""
+        """Return whether another hook has measured this gradient of a micro_step, and mark it as measured."""
         key = (entry.id, micro_step)
         if key not in self.asked_twice:
             return False

@@ -25,24 +25,25 @@ class Recorder:
         self.is_alive = True
         """False once the monitor was detached, and in a forked child: hooks that are still called do nothing."""
         self.is_paused = False
-        """Forwards are nobody's steps now: an adapter's trainer tries itself out (a dry run)."""
+        """Forwards belong to no step now: the trainer makes a dry run, say."""
         self.ended_steps = 0
         """Steps that ended so far in this process: a gradient of a step that is over is not measured in the next."""
         self.keeps: object = None
-        """What lives as long as a model has hooks: whoever drops what `attach` returned is measured all the same."""
+        """Objects kept alive while the model has hooks, so that measuring goes on where the result of `attach` was
+        dropped."""
 
 
 class PassListener(Protocol):
     """What is called at the training forwards and backwards of a chunk."""
 
     def before_forward(self, chunk: Chunk) -> None:
-        """A training forward of a chunk begins: the one place where a step may end."""
+        """Called before a training forward of a chunk; the one call in which a step may end."""
 
     def after_forward(self, chunk: Chunk) -> None: ...
 
     def forward_failed(self, chunk: Chunk) -> None: ...
 
     def after_backward_hook(self, chunk: Chunk) -> None:
-        """A gradient arrived: a backward runs."""
+        """Called when a gradient of a chunk arrives: a backward runs."""
 
     def keep_until_step_ends(self, handle: RemovableHandle) -> None: ...

@@ -1,4 +1,4 @@
-"""The hooks of a chunk's root: a training forward of the chunk begins and ends, eagerly or inside a compiled graph."""
+"""The hooks of a chunk's root, which see its training forwards begin and end, eager or in a compiled graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sentinel.collect.compiled.ops import IS_FIRST, IS_INPUT, NO_TICKET, Ticket,
 from sentinel.collect.hooks.backwards import in_backward
 from sentinel.collect.hooks.gradient_taps import BackwardMark, hang
 from sentinel.collect.hooks.nesting import tensors_in
-from sentinel.collect.hooks.pickle_stub import inert_methods
+from sentinel.collect.hooks.pickle_stub import stub_methods
 from sentinel.collect.parallel.pipelining import in_inference
 from sentinel.collect.schedule.costs import OWN, TRAINER
 from sentinel.native import take_again
@@ -33,7 +33,7 @@ NO_FORWARD = "rows of this forward of the model, and of its backward, may be mis
 
 
 class RootHooks:
-    """Decides which calls of a chunk are training forwards. Stands behind the chunk's site too (`ops.OpListener`)."""
+    """Decides which calls of a chunk are training forwards. The `ops.OpListener` of the chunk, too."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.site = enlist(self)
@@ -46,7 +46,7 @@ class RootHooks:
         return self  # A copied model (an EMA, say) carries hooks that see it is not theirs, and do nothing.
 
     def __reduce__(self) -> Any:
-        return inert_methods(type(self))
+        return stub_methods(type(self))
 
     def install(self) -> None:
         """Watch the chunk's forward."""
@@ -102,7 +102,7 @@ class RootHooks:
             if recorder.is_paused or not self._is_training():
                 return
             chunk.begin_forward()
-            chunk.taps.come_last()
+            chunk.taps.move_last()
             own = chunk.taps.own
             if chunk.taps.has_own and (kwargs or len(args) != 1 or not take_again(own, args[0], True, None)):
                 own.take_inputs(args, kwargs)
@@ -151,7 +151,7 @@ class RootHooks:
         return not self._has_trained
 
     def _mark(self, output: Any) -> None:
-        """A bare hook on the output tells that a backward runs, and whose: also where its gradient is not measured here."""
+        """Put a hook on the output that reports its backward and micro_step, also where its gradient is not measured."""
         for _, tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 hang(tensor, BackwardMark(self._chunk, self._chunk.micro_step))
@@ -160,7 +160,7 @@ class RootHooks:
     # -- a forward that is inside a graph from its beginning to its end -------------------------------------------------
 
     def forward_begins(self) -> None:
-        """The graph begins the chunk's forward."""
+        """Called by the op in the graph where the chunk's forward begins."""
         chunk = self._chunk
         if chunk.in_forward:  # The last one never ended: it failed.
             chunk.fail_forward()
@@ -168,7 +168,7 @@ class RootHooks:
             chunk.begin_forward()
 
     def forward_ends(self) -> Ticket:
-        """The graph ends the chunk's forward."""
+        """Called by the op where it ends; return the ticket that the backward brings back."""
         chunk = self._chunk
         if not chunk.in_forward:
             return NO_TICKET
@@ -177,7 +177,7 @@ class RootHooks:
         return Ticket(int(self.site), -1, chunk.micro_step, chunk.recorder.ended_steps, new_serial())
 
     def gradient_passes(self, gradient: torch.Tensor, ticket: Ticket) -> None:
-        """The gradient of the chunk's output arrived."""
+        """Called when the gradient of the chunk's output arrives: its backward runs."""
         chunk = self._chunk
         if ticket.step == chunk.recorder.ended_steps and chunk.seen.graphs.is_first_answer(ticket):
             BackwardMark(chunk, ticket.micro_step)(gradient)
@@ -187,7 +187,7 @@ class RootHooks:
         return former
 
     def guard_op(self, error: Exception) -> None:
-        """Count and tell an exception that stops here."""
+        """Report an exception to the recorder's guard."""
         self._chunk.recorder.guard("", error, lost=NO_FORWARD)
 
 

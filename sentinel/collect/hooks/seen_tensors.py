@@ -1,4 +1,4 @@
-"""As what the tensors of the running forward have passed a site before."""
+"""What the tensors of the running forward were measured as at earlier sites, so that each is measured once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sentinel.collect.compiled.parts import CompiledParts
+from sentinel.collect.compiled.compiled_parts import CompiledParts
 from sentinel.collect.compiled.passed_tensors import GraphMemory
 from sentinel.collect.hooks.aliases import Aliases
 from sentinel.collect.hooks.sightings import Sighting
@@ -17,7 +17,7 @@ from sentinel.place import Place
 
 
 class SeenTensors:
-    """Finds a tensor again: the same object, the same memory behind a graph, or the same logical tensor held otherwise."""
+    """Finds the sighting of a tensor: by object, by memory behind a compiled graph, or by the logical tensor of a shard."""
 
     def __init__(self, survey: Survey, compiled: CompiledParts) -> None:
         self.by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, Sighting]] = {}
@@ -35,7 +35,7 @@ class SeenTensors:
         return not self._compiled.names and self.aliases is None and not self.locals.is_split
 
     def begin(self, place: Place, ended_steps: int) -> None:
-        """A forward begins, on a rank that stands there, behind so many steps."""
+        """Begin a forward. place: of this rank. ended_steps: steps that have ended in this process."""
         self.by_id = {}
         self._survey.forget()
         self.locals.begin(place)
@@ -44,13 +44,13 @@ class SeenTensors:
             self.aliases.forget()
 
     def end(self) -> None:
-        """A forward is over; how its local tensors are placed may still be asked (`locals`)."""
+        """End a forward: drop its tensors; `locals` keeps how they are placed."""
         self.by_id = {}
         self._survey.forget()
         self.graphs.forget()
 
     def known(self, tensor: torch.Tensor, *, in_graph: bool = False) -> Sighting | None:
-        """Return as what this very tensor, unchanged since, has passed a site of this forward."""
+        """Return the sighting of this very tensor in this forward; None: there is none, or it was written since."""
         found = self.by_id.get(id(tensor))
         if found is not None and found[0]() is tensor and found[1] == tensor._version:
             return found[2]
@@ -58,7 +58,7 @@ class SeenTensors:
         return self.aliases.find(tensor) if sighting is None and self.aliases is not None else sighting
 
     def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
-        """Let later sites of this forward find the tensor."""
+        """Remember what a tensor was measured as, so that later sites of this forward find it."""
         if not self._survey.is_complete:
             self._survey.note_functions(tensor, sighting.entry)
         self.by_id[id(tensor)] = (weakref.ref(tensor), tensor._version, sighting)
@@ -69,7 +69,7 @@ class SeenTensors:
             self.aliases.remember(tensor, sighting)
 
     def source(self, tensor: torch.Tensor) -> Sighting | None:
-        """Return as what the logical tensor has passed that this one holds in another way: a DTensor, gathered, local."""
+        """Return the sighting of the same logical tensor held in another way (DTensor, gathered, local); None: none."""
         if not self.locals.is_split:
             return None
         found = self.locals.source(tensor)
@@ -78,7 +78,10 @@ class SeenTensors:
         return None if sighting is None or "partial" in sighting.entry.placements.values() else sighting
 
     def origin(self, tensor: torch.Tensor) -> torch.Tensor | tuple[Any, int] | None:
-        """Return the node, or the leaf, that made the logical tensor, where that is not what made this tensor of it."""
+        """Return the leaf, or (autograd node, number of its output), that made the logical tensor.
+
+        None: it is what made this tensor.
+        """
         if tensor.grad_fn is None:
             return None
         if not self.locals.is_split:

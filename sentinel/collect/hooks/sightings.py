@@ -1,10 +1,10 @@
-"""What passed a site in the running forward, and how it is measured there: a border goes on under its own name.
+"""Sighting: a tensor of the running forward at one site, and the entry and row that it is measured under.
 
 The black box measures the borders of stem, blocks and head at every step, under their own names. Where modules are switched
 on later, the module that makes a border's tensor sees it first: its row then becomes the border's, so that no series breaks
 and no tensor stands twice. Where modules are measured from the first step on, its row has the module's name, and keeps it
 when they are switched off: the border then measures it under that name. A module that is called more than once in a forward
-lends none, for its name stands for other tensors too.
+lends none, for its name has other tensors too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sentinel.collect.rows.tensor_table import TensorEntry
 
 
 class Sighting:
-    """One tensor that passed a site."""
+    """One tensor at one site of the running forward."""
 
     __slots__ = ("entry", "hook", "is_border", "row", "serial")
 

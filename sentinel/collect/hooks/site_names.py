@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SiteNames:
-    """Decides whether a tensor that passes is measured as the module's own, or has a name already and gets another."""
+    """Decides whether a tensor is measured under this module's name, or adds the name to an entry that it has already."""
 
     def __init__(self, chunk: Chunk, name: str) -> None:
         self.inputs: dict[str, TensorEntry] = {}
@@ -34,12 +34,15 @@ class SiteNames:
 
     @property
     def are_plain(self) -> bool:
-        """Whether nothing here is a border, under this name or another."""
+        """Whether no tensor of this module is a border of the black box, under this name or another."""
         entries = [*self.inputs.values(), *self.outputs.values()]
         return not self.borders and not any(entry.flags & BORDER for entry in entries)
 
     def own(self, path: str, tensor: torch.Tensor, is_input: bool, was_first: bool) -> TensorEntry:
-        """Return the entry of a tensor that this site is the first to see."""
+        """Return the entry of a tensor that no earlier site of the forward has seen.
+
+        was_first: it is the first of the module's inputs or outputs, the one that a border is.
+        """
         entries, kind = (self.inputs, Kind.ACTIVATION_IN) if is_input else (self.outputs, Kind.ACTIVATION)
         entry = entries.get(path)
         if entry is None:
@@ -77,9 +80,9 @@ class SiteNames:
         return is_own_border and known.entry is not own and not known.is_border
 
     def name_again(self, entry: TensorEntry, path: str, is_input: bool, was_first: bool, tensor: torch.Tensor) -> bool:
-        """Name a second time what another site has met; measure it where only a border asks for that.
+        """Add this module's name to a tensor that another site has seen; measure it now if only a border here selects it.
 
-        Return whether its gradient is asked for from now on, and was not.
+        Return whether its gradient is to be measured from now on, and was not before.
         """
         sites = self._chunk.recorder.sites
         if is_input:

@@ -1,4 +1,4 @@
-"""The order of a chunk's sites in its forward, as numbers that are sent: `site_pos`."""
+"""The order in which a chunk's sites first appear in its forward, as the numbers `site_pos`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SiteNumbering:
         """Ids of the entries that have a place."""
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Begin a forward: none of its sites has passed yet."""
         self.cursor = 0
 
     def place(self, entry: TensorEntry) -> None:
-        """A site passes: give it its place in forward order, at its first appearance.
+        """Set the `site_pos` of a site when it first appears in a forward.
 
         One that appears later (its module was switched on, or its output is usually handed on as it is) comes right behind
         the site before it, so that ranks which never see it agree on all others.

@@ -1,4 +1,4 @@
-"""What the first whole forward after a change of the taps shows of a chunk's sites; later ones need not ask again."""
+"""What the first whole forward after a change of the taps shows of a chunk's sites, and later ones rely on."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Survey:
         """grad_fn of the tensors of the running forward -> their sites; while sites are being met for the first time."""
 
     def begin_anew(self) -> None:
-        """The taps were changed."""
+        """Called when the taps were changed: the next whole forward is a first one."""
         self.generation += 1
         self.is_complete = False
 
     def complete(self) -> bool:
-        """A whole forward has passed; True where it is the first since the taps were changed."""
+        """Called after a whole forward; return whether it is the first since the taps were changed."""
         was, self.is_complete = self.is_complete, True
         return not was
 
     def note_take(self, entry: TensorEntry) -> None:
-        """A site takes a tensor as an entry; in the first forward of a plan nothing is taken without this."""
+        """Count that a site measures a tensor as an entry, to find modules that are called more than once in a forward."""
         if entry.generation == self.generation and not self.is_complete:
             self.repeated.add(entry.id)
         entry.generation = self.generation
 
     def note_functions(self, tensor: torch.Tensor, entry: TensorEntry) -> None:
-        """Note, once a site, which functions that are not defined everywhere made the tensor of what was seen before it."""
+        """Note, once a site, the partial functions between its tensor and the sites before it."""
         node = tensor.grad_fn
         if node is None:
             return
@@ -51,5 +51,5 @@ class Survey:
         self._nodes.setdefault(node, entry.name)
 
     def forget(self) -> None:
-        """Let go of the graph: a forward begins, or is over."""
+        """Drop references to the autograd graph: called when a forward begins, and when it ends."""
         self._nodes = {}

@@ -1,4 +1,4 @@
-"""What is done around the step of an optimizer: its learning rates are noted, and the probes of updates are called."""
+"""Around the step of an optimizer: learning rates are noted, and the probes that measure updates are called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sentinel.collect.schedule.plan import Plan
 
 
 class UpdateWatch:
-    """Told by the boundary that an optimizer is about to step, and that it has."""
+    """Called by the boundary when an optimizer is about to step, and when it has."""
 
     def __init__(self, running: RunningStep, plan: Plan, events: Events, scalars: Scalars) -> None:
         self._running = running
@@ -20,12 +20,12 @@ class UpdateWatch:
         self._scalars = scalars
 
     def stepping(self, optimizer: Any) -> None:
-        """An optimizer is about to write weights and state."""
+        """Called before an optimizer writes weights and state."""
         if self._running.is_measuring and self._plan.is_due:
             self._events.updating(optimizer)
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has just written weights and state."""
+        """Called after an optimizer has written weights and state."""
         if not self._running.is_measuring:
             return
         self._scalars.note_rates(optimizer)

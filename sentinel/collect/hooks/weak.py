@@ -1,4 +1,4 @@
-"""Calls that keep nobody alive: what torch, threads and the interpreter's exit hold of a monitor must not hold its model."""
+"""Weak references to methods and objects: what torch, threads and exit handlers hold of a monitor keeps no model alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def weakly(method: Callable[..., T]) -> Callable[..., T | None]:
-    """Return a function that calls a bound method while its object lives, and returns None once it does not."""
+    """Return a function that calls a bound method while its object exists, and returns None afterwards."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> T | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sentinel import native
-from sentinel.collect.kernels.pieces import pieces, plain
+from sentinel.collect.kernels.tensor_memory import pieces, plain
 from sentinel.collect.parallel.placements import ORDINARY
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
@@ -59,7 +59,7 @@ def _lies_open(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_neg()
-        # FSDP frees storages under living tensors: then only the offset is left of the address.
+        # FSDP frees storages under tensors that are in use: then only the offset is left of the address.
         and ((at := tensor.data_ptr()) >= _BEYOND_OFFSETS or at != tensor.storage_offset() * tensor.itemsize)
     )
 

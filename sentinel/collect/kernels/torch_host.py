@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sentinel.collect.kernels.pieces import CONVERTED
+from sentinel.collect.kernels.tensor_memory import CONVERTED
 from sentinel.native import merge_rows
 from sentinel.record import STATS_DTYPE
 
@@ -62,7 +62,7 @@ class HostSums:
         scratch = self._scratch.get(dtype)
         if scratch is None or len(scratch[0]) < size:
             # Vectors at like offsets of their pages would fight for the same cache lines: four times slower.
-            scratch = tuple(torch.empty(size + 2048, dtype=dtype)[at : at + size] for at in (0, 336, 672))
+            scratch = tuple(torch.empty(size + 2048, dtype=dtype, device="cpu")[at : at + size] for at in (0, 336, 672))
             self._scratch[dtype] = scratch
         room, d, dd = (vector[:size] for vector in scratch)
         return (chunk if chunk.dtype == dtype else room.copy_(chunk)), d, dd
@@ -182,9 +182,9 @@ def _num_zeros(x: torch.Tensor, zero_eps: float, d: torch.Tensor) -> int:
 
 def at_most(zero_eps: float, dtype: torch.dtype) -> float:
     """Return the largest number of `dtype` that is not above zero_eps, so that the comparison is the exact one."""
-    rounded = torch.tensor(zero_eps, dtype=dtype)
+    rounded = torch.tensor(zero_eps, dtype=dtype, device="cpu")
     if rounded.item() > zero_eps:
-        rounded = torch.nextafter(rounded, torch.tensor(-torch.inf, dtype=dtype))
+        rounded = torch.nextafter(rounded, torch.tensor(-torch.inf, dtype=dtype, device="cpu"))
     return float(rounded.item())
 
 

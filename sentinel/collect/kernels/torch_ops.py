@@ -10,7 +10,7 @@ import torch
 
 from sentinel.collect.kernels import torch_host
 from sentinel.collect.kernels.native import NativeKernel
-from sentinel.collect.kernels.pieces import CONVERTED, in_storage_order, is_dense, pieces, plain
+from sentinel.collect.kernels.tensor_memory import CONVERTED, in_storage_order, is_dense, pieces, plain
 from sentinel.collect.rows.buffer import StepRows
 from sentinel.errors import SentinelError
 

@@ -12,7 +12,7 @@ import torch
 from sentinel.collect.kernels import triton_entries
 from sentinel.collect.kernels import triton_moments as device_code
 from sentinel.collect.kernels.native import NativeKernel
-from sentinel.collect.kernels.pieces import CONVERTED, is_dense, pieces, plain
+from sentinel.collect.kernels.tensor_memory import CONVERTED, is_dense, pieces, plain
 from sentinel.collect.kernels.torch_ops import TorchKernel
 from sentinel.collect.rows.buffer import SLOT_BYTES, DeviceStats, StepRows
 from sentinel.errors import SentinelError
@@ -84,9 +84,9 @@ class Tables:
             tiles_a_part = max(least, -(-tiles[at] // device_code.MOST_PARTS[code]))
             num_parts = -(-tiles[at] // tiles_a_part)
             shapes += [numel, tiles_a_part, self.num_programs, num_parts, place, 0, 0, 0]
-            work.append(torch.full((num_parts,), at, dtype=torch.int32))
+            work.append(torch.full((num_parts,), at, dtype=torch.int32, device="cpu"))
             self.num_programs += num_parts
-        self.shapes = _sent(torch.tensor(shapes, dtype=torch.int64), device)
+        self.shapes = _sent(torch.tensor(shapes, dtype=torch.int64, device="cpu"), device)
         self.work = _sent(torch.cat(work), device)
         self.parts = torch.empty(self.num_programs * 12, dtype=torch.int64, device=device)
         self._device = device
@@ -96,7 +96,7 @@ class Tables:
     def addresses(self, pointers: tuple[int, ...]) -> int:
         """Return where the tensors' addresses lie on the device; sends them where they are not those of last time."""
         if pointers != self._pointers:
-            self._addresses = _sent(torch.tensor(pointers, dtype=torch.int64), self._device)
+            self._addresses = _sent(torch.tensor(pointers, dtype=torch.int64, device="cpu"), self._device)
             self._pointers = pointers
         return self._addresses.data_ptr()
 
@@ -116,7 +116,7 @@ class CaptureSwitch:
         for row in rows:
             stats.slot(row)
         words = [1, stats.epoch, stats.stage, stats.address]
-        self._cell.copy_(_sent(torch.tensor(words, dtype=torch.int64), self._cell.device))
+        self._cell.copy_(_sent(torch.tensor(words, dtype=torch.int64, device="cpu"), self._cell.device))
 
     def close(self) -> None:
         """Let the captured launches do nothing. Does not wait."""
@@ -297,9 +297,9 @@ class TritonKernel:
         if limit is None:
             value = min(zero_eps, _LARGEST["fp64" if code == "fp64" else "fp32"])
             if code != "fp64":
-                rounded = torch.tensor(value, dtype=torch.float32)
+                rounded = torch.tensor(value, dtype=torch.float32, device="cpu")
                 if rounded.item() > value:
-                    rounded = torch.nextafter(rounded, torch.tensor(-torch.inf))
+                    rounded = torch.nextafter(rounded, torch.tensor(-torch.inf, device="cpu"))
                 value = rounded.item()
             limit = self._limits[key] = struct.unpack("<q", struct.pack("<d", value))[0]
         return limit
@@ -416,7 +416,7 @@ def _lies_open(tensor: torch.Tensor, address: int) -> bool:
         type(tensor) in _ORDINARY
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        # FSDP frees storages under living tensors: then only the offset is left of the address.
+        # FSDP frees storages under tensors that are in use: then only the offset is left of the address.
         and address != tensor.storage_offset() * tensor.itemsize
     )
 

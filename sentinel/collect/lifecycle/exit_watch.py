@@ -2,7 +2,7 @@
 
 Seen are exceptions that nobody caught (in the main thread, or in the thread that trains), and the codes that are handed to
 `sys.exit` and `os._exit`. What was there before is called as before, with the same arguments, and is put back when the last
-monitor has ended. At a prompt, where an exception ends nothing, nobody is told.
+monitor has ended. At a prompt, where an exception ends nothing, no monitor is notified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sentinel.collect.lifecycle.farewell import exit_code, farewell, raised_now
 from sentinel.collect.lifecycle.signal_handlers import signal_of_frame
 from sentinel.messages import Bye
 
-LAST_WORDS_S = 5.0
+EXIT_WRITE_S = 5.0
 """Longest time that a trainer which raised waits for its last words to be on disk."""
 HURRY_S = 1.0
 """The same before `os._exit`, which somebody calls who cannot wait."""
@@ -74,7 +74,7 @@ class ExitWatch:
         if not any(other.is_alive for other in self._watched):
             self._remove()
 
-    def last_words(self) -> Bye:
+    def exit_bye(self) -> Bye:
         """Return what is to be said at exit: the exception on its way, what `sys.exit` was given, or a plain exit."""
         error = raised_now()
         if error is not None:
@@ -89,7 +89,7 @@ class ExitWatch:
         def excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             reported = [] if _is_prompt() else self._leave(farewell("exception", error), 0.0)
             former_hook(kind, error, trace)
-            _wait(reported, LAST_WORDS_S)
+            _wait(reported, EXIT_WRITE_S)
 
         def thread_excepthook(args: Any) -> None:
             ident = args.thread.ident if args.thread is not None else None
@@ -97,7 +97,7 @@ class ExitWatch:
             if args.exc_value is not None and ident is not None and not isinstance(args.exc_value, SystemExit):
                 reported = self._leave(farewell("exception", args.exc_value), 0.0, thread_id=ident)
             former_thread_hook(args)
-            _wait(reported, LAST_WORDS_S)
+            _wait(reported, EXIT_WRITE_S)
 
         def sys_exit(status: Any = None, /) -> NoReturn:
             code, error = exit_code(status), raised_now()

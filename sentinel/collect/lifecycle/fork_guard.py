@@ -84,7 +84,7 @@ class Ending:
 
     def _at_exit(self) -> None:
         if self.is_alive:
-            self.leave(EXITS.last_words(), AT_EXIT_S)
+            self.leave(EXITS.exit_bye(), AT_EXIT_S)
 
 
 _armed: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,7 +1,7 @@
-"""By what the gradients that backwards make are divided before the optimizer uses them, so that activations' are too.
+"""The divisor of gradients between backward and optimizer, by which those of activations are divided too.
 
 Each rank's loss is a mean over its own samples, and pipelines take one of each micro-batch: inside the backward a gradient
-is that much larger than in one process with the whole batch. What divides weight gradients is asked of who does it.
+is that much larger than in one process with the whole batch. The divisor of weight gradients is read from what divides them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sentinel.place import Place
 
 
 def gradient_divisor(models: Sequence[nn.Module], topology: Topology, place: Place) -> float:
-    """Return by what the sum of the gradients of all ranks and micro-batches is divided, however the trainer is built.
+    """Return the divisor of the sum of gradients over all ranks and micro-batches.
 
     FSDP2's own factor where it was set; 1 where Megatron adds up losses of tokens (`calculate_per_token_loss`), for it
     divides by their number itself (`StepRows.take_scaling`); else the ranks that hold samples or tokens of their own, over

@@ -1,4 +1,4 @@
-"""Finds out where this rank stands, as far as that exists by now, and hands it to whoever describes tensors."""
+"""Locator: decides when the place of this rank is read, and hands it to the parts that describe tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sentinel.collect.parallel.rank_place import RankPlace
 
 
 class Locator:
-    """Asked at attach, and once more at the first step: pipelines, schedules and meshes exist by the first forward."""
+    """Reads the place at attach, and again at the first step, when pipelines, schedules and meshes exist."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Locator:
         chunks: Sequence[Chunk],
         attempt: RankAttempt,
     ) -> None:
-        """chunks: filled while the monitor is installed."""
+        """chunks: of this rank; the list is filled when the monitor is installed, behind this."""
         self.place = place
         self._recorder = recorder
         self._parameters = parameters
@@ -33,11 +33,11 @@ class Locator:
         self._attempt = attempt
 
     def locate(self) -> None:
-        """Look around; what goes wrong leaves the rank where it stood."""
+        """Read the place anew and hand it on; an exception is reported, and the former place stays."""
         try:
-            self._tell_apart()
+            self._report_ranks_apart()
             if self._pipelines.install() and self._pipelines.problem:
-                self._recorder.recording.tell("unknown_torch", self._pipelines.problem)
+                self._recorder.recording.report("unknown_torch", self._pipelines.problem)
             self.place.locate()
             self._recorder.sites.place = self.place.place
             self._parameters.locate(self.place.place)
@@ -47,15 +47,15 @@ class Locator:
             self._recorder.guard("topology", error)
 
     def locate_at_first_step(self) -> None:
-        """Look around once more, and say in the log how the modules that attach was given are read."""
+        """Read the place again, and log whether the modules given to attach are chunks of a pipeline or models."""
         self.locate()
-        self.place.tell_reading(self._chunks)
+        self.place.log_reading(self._chunks)
 
-    def _tell_apart(self) -> None:
-        """Say once that this rank could not agree with the others on a run, and how it can."""
+    def _report_ranks_apart(self) -> None:
+        """Report once that this rank could not agree with the others on a run, and how it can."""
         place = self.place.place
         if self._attempt.is_alone and place.world_size > 1:
-            self._recorder.recording.tell(
+            self._recorder.recording.report(
                 "ranks_apart",
                 f"rank {place.rank} of {place.world_size} attached before init_process_group, and nothing says "
                 f"which run the ranks share: it is a run of its own ({self._attempt.run}), and copies of weights are not "

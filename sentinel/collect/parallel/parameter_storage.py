@@ -18,11 +18,11 @@ class HeldPiece(NamedTuple):
     """One rank's piece of a tensor."""
 
     tensor: torch.Tensor
-    """What lies here, on the rank's device; may be empty."""
+    """The local elements, on the rank's device; may be empty."""
     placements: dict[str, str]
-    """Axis to one of PLACEMENTS, for the axes that are split."""
+    """Axis -> one of PLACEMENTS, for the axes with more than one rank."""
     part: str = ""
-    """Which piece it is, where the axes' coordinates do not tell (`TensorInfo.part`)."""
+    """Which piece it is, where the coordinates of the rank do not say so (`TensorInfo.part`)."""
     shape: tuple[int, ...] | None = None
     """Shape of the whole tensor; None: that of `tensor`."""
 
@@ -34,7 +34,7 @@ class Master(NamedTuple):
     """As it lies in `optimizer.param_groups`."""
     start: int = 0
     numel: int = -1
-    """The stretch of `tensor`, flattened; -1: all of it."""
+    """Number of elements of the flattened `tensor` that are this parameter's; -1: all of it."""
 
 
 class ParameterStorage(Protocol):
@@ -43,7 +43,7 @@ class ParameterStorage(Protocol):
     place: Place
 
     def look(self, params: Iterable[torch.Tensor]) -> None:
-        """Note what the pieces of these parameters are; called when parameters were found, outside of a forward."""
+        """Read how these parameters are cut. Called outside of a forward, when parameters were added."""
 
     def param(self, param: torch.Tensor) -> HeldPiece | None:
         """Return what this rank holds of a parameter; None: nothing can be read now."""
@@ -55,7 +55,7 @@ class ParameterStorage(Protocol):
         """Return how `tensor`, a part of the optimizer's state for `param`, is placed."""
 
     def master(self, param: torch.Tensor) -> Master | None:
-        """Return what an optimizer steps instead of `param` itself; None: nothing that is known."""
+        """Return the tensor that an optimizer steps instead of `param`; None: `param` itself, or it is not known."""
 
 
 class FlatPiece(NamedTuple):
@@ -68,7 +68,7 @@ class FlatPiece(NamedTuple):
 
     @property
     def part(self) -> str:
-        """As it travels."""
+        """As `HeldPiece.part`: `0:100`."""
         return f"{self.start}:{self.end}"
 
 
@@ -85,10 +85,10 @@ class TorchStorage:
         self._plain_place: Place | None = None
 
     def look(self, params: Iterable[torch.Tensor]) -> None:
-        """Find out what FSDP1 cut, and over which axes the model is made of DTensors."""
+        """Read which parameters FSDP1 cut, and over which axes parameters are DTensors."""
         params = list(params)
         if any(getattr(param, "_fsdp_flattened", False) and id(param) not in self._pieces for param in params):
-            self._pieces = fsdp1_pieces()  # Looks through all living objects: only where FSDP1 marked a parameter.
+            self._pieces = fsdp1_pieces()  # Looks through all objects of the process: only where FSDP1 marked a parameter.
         self._replicated = frozenset(
             axis for param in params if is_dtensor(param) for axis in placements_of(param, Kind.PARAM, self.place)
         )
@@ -96,7 +96,7 @@ class TorchStorage:
 
     @property
     def cuts_nothing(self) -> bool:
-        """Whether no parameter is a stretch of a flattened one."""
+        """Whether FSDP1 has flattened no parameter."""
         return not self._pieces
 
     def param(self, param: torch.Tensor) -> HeldPiece | None:
@@ -146,13 +146,14 @@ class TorchStorage:
         return HeldPiece(local_of(tensor), placements, part_of(tensor, self.place), tuple(tensor.shape))
 
 
-def keeps_plain(holding: ParameterStorage) -> bool:
+def keeps_plain(storage: ParameterStorage) -> bool:
     """Whether a parameter of torch's own type, and its `.grad`, are themselves what this rank holds of it."""
-    return type(holding) is TorchStorage and holding.cuts_nothing
+    return type(storage) is TorchStorage and storage.cuts_nothing
 
 
 def fsdp1_pieces() -> dict[int, FlatPiece]:
-    """Return id of an original parameter -> its stretch on this rank, for all living FSDP1 units with use_orig_params."""
+    """Return id of an original parameter -> its stretch on this rank, for all FSDP1 units of the process with
+    use_orig_params."""
     module = sys.modules.get("torch.distributed.fsdp._flat_param")
     handle_type = getattr(module, "FlatParamHandle", None)
     found: dict[int, FlatPiece] = {}

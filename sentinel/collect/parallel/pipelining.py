@@ -1,4 +1,4 @@
-"""Shape inference of torch.distributed.pipelining: a real forward on uninitialised memory, told apart here."""
+"""Shape inference of torch.distributed.pipelining: a real forward on uninitialised memory, recognised here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def in_inference() -> bool:
 
 
 class PipelineWatch:
-    """Wraps the stage classes while at least one monitor lives; tells it of stages seen and gradients scaled."""
+    """Wraps the stage classes while at least one monitor is installed, and reports stages seen and gradients scaled to
+    it."""
 
     def __init__(self, on_stage: Callable[[Any], None], on_scaled: Callable[[Any], None]) -> None:
         self.on_stage = on_stage

@@ -17,7 +17,7 @@ from sentinel.collect.parallel.placements import axes_of, is_dtensor, is_shard
 from sentinel.place import Place
 
 Key: TypeAlias = tuple[int, int]
-"""(id of an autograd node, which of its outputs). An id lasts while somebody holds the node."""
+"""(id of an autograd node, number of its output). The id is valid while the node is referenced."""
 
 LAYOUT = frozenset((
     "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Unsqueeze", "Squeeze", "Clone", "ToCopy", "Alias",
@@ -48,10 +48,11 @@ HANDED_ON = frozenset(("RegisterPostBackwardFunction", "RegisterPreBackwardFunct
 
 
 class HeldPlacement(NamedTuple):
-    """How the ranks of the group hold a tensor."""
+    """The placement of a tensor over the tensor-parallel group."""
 
     word: str
-    """replicate, shard, partial or unknown; `leaf`: no rank is known to have another one; `within`: it is a DTensor."""
+    """replicate, shard, partial or unknown; `leaf`: a leaf, whose placement its readers decide; `within`: it is a
+    DTensor."""
     dim: int | None = None
     """The dimension that is cut, where that is known."""
 
@@ -97,16 +98,16 @@ class PlacementGraph:
                     self._consumers.setdefault((id(source), number), []).append(node)
         self._values: dict[Key, HeldPlacement] = {}
         self._declared: dict[Key, HeldPlacement] = {}
-        """What those who make DTensors of a tensor say of it, where they agree."""
+        """The placement that `from_local` calls declare of a tensor, where they agree."""
         self._is_replicated: dict[Key, bool] = {}
-        """Whether its consumers treat a tensor as a copy (True), or somebody does not; absent: nobody shows it."""
+        """Whether all consumers treat a tensor as replicated; absent: no consumer shows it."""
         self._gradients: dict[Key, HeldPlacement] = {}
         for node in self._nodes:
             for key, held in self._made_by(node):
                 self._values[key] = held
         for node in reversed(self._nodes):
             for key in self._outputs(node):
-                self._hear(key)
+                self._collect_declarations(key)
         for node in self._nodes:
             for key, held in self._made_by(node):
                 self._values[key] = self._judged(key, held)
@@ -193,7 +194,7 @@ class PlacementGraph:
         return UNKNOWN
 
     def _judged(self, key: Key, held: HeldPlacement) -> HeldPlacement:
-        """Return the value in the light of what its consumers say."""
+        """Return the placement of a tensor, corrected by what its consumers declare."""
         declared, is_replicated = self._declared.get(key), self._is_replicated.get(key)
         if held == LEAF:
             return REPLICATE if is_replicated else declared or UNKNOWN
@@ -205,8 +206,8 @@ class PlacementGraph:
 
     # -- what consumers say, from the outputs back -------------------------------------------------------------------
 
-    def _hear(self, key: Key) -> None:
-        """Note what is said of a tensor by those who read it."""
+    def _collect_declarations(self, key: Key) -> None:
+        """Note the placements that the consumers of a tensor declare of it."""
         said: list[HeldPlacement] = []
         are_replicated: list[bool] = []
         for consumer in self._consumers.get(key, ()):
@@ -292,7 +293,8 @@ def _declaration(node: Any) -> Any:
 
 
 def _gradient(spec: Any, given: Any, place: Place) -> HeldPlacement:
-    """Return how torch takes, or hands back, the gradient of a plain tensor placed so: as it was told to, else reduced."""
+    """Return how torch takes, or hands back, the gradient of a plain tensor placed so: as the call asks for, else
+    reduced."""
     if spec is None:
         return UNKNOWN
     if given is not None:

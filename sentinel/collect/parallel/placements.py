@@ -14,11 +14,11 @@ from sentinel.place import Place
 from sentinel.record import Kind
 
 PLACEMENTS = ("replicate", "shard", "owned", "partial", "unknown")
-"""Words for one axis. Shards merge, replicas are compared, an owned tensor is held by one rank of the axis alone; of
-partial sums only what is not finite is judged, and unknown stays apart on each rank."""
+"""Placements over one axis. Shards are merged, replicas compared; an owned tensor is held by one rank of the axis alone; of
+partial sums only non-finite counts are judged; an unknown one is a series of its own on each rank."""
 
 ORDINARY = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Types of tensors that are what they seem: no DTensor, and nothing that a collective still writes."""
+"""Types of plain tensors: no DTensor, and nothing that a collective still writes."""
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -32,12 +32,12 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Whether what this rank holds of a tensor lies element by element: no gradient of an embedding's few rows."""
+    """Return whether this rank's part of a tensor is dense: not sparse, as the gradient of an embedding may be."""
     return local_of(tensor).layout is torch.strided
 
 
 def is_async(tensor: Any) -> bool:
-    """Whether a collective still writes this tensor, or the shard in it; it is read at its consumer."""
+    """Return whether a collective may still write this tensor or its local shard; such a one is measured at its reader."""
     if type(tensor) in ORDINARY:
         return False
     module = sys.modules.get("torch.distributed._functional_collectives")
@@ -45,13 +45,13 @@ def is_async(tensor: Any) -> bool:
 
 
 def arrived(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a tensor, once the collective that writes it is done."""
+    """Return this rank's part of a tensor, after waiting, as its reader would, for the collective that writes it."""
     local: Any = local_of(tensor)
     return local_of(local.trigger_wait()) if is_async(local) else local
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether the tensor itself says how it is placed."""
+    """Return whether the tensor is a DTensor, which knows its placements."""
     if type(tensor) in ORDINARY:
         return False
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
@@ -75,7 +75,7 @@ def axes_of(tensor: Any, place: Place) -> list[tuple[str, str, int, Any]]:
 def placements_of(tensor: Any, kind: Kind, place: Place) -> dict[str, str]:
     """Return axis -> one of PLACEMENTS, for the axes that are split.
 
-    A DTensor says it itself. Plain parameters and reduced gradients are replicas over dp and cp; plain activations hold
+    A DTensor has its own. Plain parameters and reduced gradients are replicas over dp and cp; plain activations hold
     this rank's samples (shard over dp and ep) and tokens (shard over cp). All else is unknown over tp and ep.
     """
     found: dict[str, str] = {}

@@ -25,16 +25,16 @@ class RankPlace:
         models: Sequence[nn.Module],
         topology: Topology,
         table: TensorTable,
-        tell: Callable[[str, str], None],
+        report: Callable[[str, str], None],
         *,
         given_divisor: float | None = None,
     ) -> None:
-        """table: travels again when the place changes. given_divisor: as `MonitorConfig.gradient_divisor`."""
+        """table: is sent again when the place changes. given_divisor: as `MonitorConfig.gradient_divisor`."""
         self.place = Place()
         self._topology = topology
         self._models = models
         self._table = table
-        self._tell = tell
+        self._report = report
         self._given_divisor = given_divisor
         self._gradient_divisor = 1.0
 
@@ -44,11 +44,11 @@ class RankPlace:
         return self.place.rank
 
     def gradient_divisor(self) -> float:
-        """Return by what the sum of all ranks' gradients is divided before the optimizer uses it."""
+        """Return the divisor of the sum of all ranks' gradients (`gradient_mean.py`)."""
         return self._gradient_divisor if self._given_divisor is None else self._given_divisor
 
     def locate(self) -> None:
-        """Look around once more: stages, schedules and meshes that exist by now. About 0.1 s."""
+        """Read the place anew from the stages, schedules and meshes that exist by now. Takes about 0.1 s."""
         self._topology.scan()
         place = self._topology.place(self._models)
         if place != self.place:
@@ -68,7 +68,7 @@ class RankPlace:
             chunk.depth = depth(self.place.schedule, self.place.pp_rank, of_model, self.place.pp_size)
             said = self._topology.stage_index(model)
             if said is not None and said != chunk.depth:
-                self._tell(
+                self._report(
                     "unknown_schedule",
                     f"the pipeline calls chunk {vpp_stage} stage {said}, expected {chunk.depth} for schedule "
                     f"{self.place.schedule!r}; using {said}",
@@ -76,8 +76,11 @@ class RankPlace:
                 chunk.depth = said
         return is_changed
 
-    def tell_reading(self, chunks: Sequence[Chunk]) -> None:
-        """Say in the log how several modules that were given no names are read; pipelines are known by now, if ever."""
+    def log_reading(self, chunks: Sequence[Chunk]) -> None:
+        """Log how several modules without names are read: as chunks of a pipeline, or as models.
+
+        Pipelines are known by now.
+        """
         names = [chunk.model for chunk in chunks]
         if len(names) < 2 or not self._topology.is_guessing or self.place.rank != 0:
             return
@@ -92,7 +95,7 @@ class RankPlace:
         )  # fmt: skip
 
     @property
-    def is_speaker(self) -> bool:
+    def logs_loss(self) -> bool:
         """Whether trainers would log the loss on this rank: on rank 0, or on the last one where a pipeline ends there."""
         return self.place.rank == (0 if self.place.pp_size == 1 else self.place.world_size - 1)
 
@@ -101,5 +104,5 @@ class RankPlace:
         return self._topology.vpp_stage(model, position)
 
     def note_stage(self, stage: Any) -> None:
-        """A pipeline stage was seen: it knows where it stands."""
+        """Note the chunk that a pipeline stage runs, and its index."""
         self._topology.note_stage(stage)

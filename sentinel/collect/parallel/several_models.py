@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def listed(model: Any) -> tuple[list[nn.Module], tuple[str, ...]]:
-    """Return the modules that `attach` was given, and for each the name of its model; no names where none were given.
+    """Return (modules that `attach` was given, name of the model of each); the names are () where none were given.
 
     ConfigError for what is neither a module, nor a list of modules, nor a mapping of names to them.
     """

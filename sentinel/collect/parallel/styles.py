@@ -1,8 +1,8 @@
 """What torch's ParallelStyles declare of a module, read from the hooks that they left on it.
 
 For tensors without an autograd graph (frozen layers, the first forward of reentrant checkpointing); with one, the graph
-itself says more (`tensor_parallel.py`). The closures are private to torch: any surprise is no answer, never an exception.
-Read in torch 2.6 to 2.13: torch/distributed/tensor/parallel/style.py and `distribute_module`.
+itself says more (`tensor_parallel.py`). The closures are private to torch: where they are not as expected the answer is
+None, never an exception. Read in torch 2.6 to 2.13: torch/distributed/tensor/parallel/style.py and `distribute_module`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import nn
 
 
 def declared_by_style(module: nn.Module, is_output: bool) -> Any:
-    """Return how a style left the first plain output (or input) of a module: `device_mesh` and `placements`, or None."""
+    """Return what a style declares of the first plain output (else input) of a module, with `device_mesh` and `placements`.
+
+    None: no style declares it.
+    """
     hooks = module._forward_hooks if is_output else module._forward_pre_hooks
     try:
         for hook in reversed(list(hooks.values())):

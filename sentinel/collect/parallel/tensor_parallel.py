@@ -1,8 +1,8 @@
 """The plain tensors of a model under torch's tensor parallelism: which logical tensor each is, and how it is placed.
 
-Between its DTensors, which say it themselves, such a model computes on plain local tensors. Nobody but the user knows how
-those are placed, yet torch is told at both ends: what comes out of `to_local` is placed as the DTensor was, and what goes
-into `from_local` is declared to be placed so. Both leave a node in the autograd graph (`placement_graph.py`).
+Between its DTensors, which know their placements, such a model computes on plain local tensors. Only the user knows how
+those are placed, yet the placement is declared at both ends: what comes out of `to_local` is placed as the DTensor was, and
+what goes into `from_local` is declared to be placed so. Both leave a node in the autograd graph (`placement_graph.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSING = frozenset(
 
 
 class LocalTensors:
-    """What one chunk's forwards showed of their plain tensors. Does nothing without a tensor-parallel group."""
+    """Placements of the plain tensors of one chunk, read from its forwards. Does nothing without a tensor-parallel group."""
 
     def __init__(self) -> None:
         self.place = Place()
@@ -43,30 +43,30 @@ class LocalTensors:
 
     @property
     def is_split(self) -> bool:
-        """Whether there is a tensor-parallel group at all."""
+        """Whether there is a tensor-parallel group of more than one rank."""
         return self.place.tp_size > 1
 
     def begin(self, place: Place) -> None:
-        """A forward begins, on a rank that stands there."""
+        """Begin a forward. place: of this rank; a new one drops all placements."""
         if place != self.place:
             self.place = place
             self._answers.clear()
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the graph."""
+        """Drop references to the autograd graph."""
         self._asked, self._seen = {}, {}
 
     def remember(self, tensor: torch.Tensor, sighting: Sighting) -> None:
-        """Let later sites find the logical tensor, however it is held there."""
+        """Remember a tensor, so that later sites find the same logical tensor held in another way."""
         if self.is_split and tensor.grad_fn is not None:
             for node, number in ((tensor.grad_fn, tensor.output_nr), self.origin(tensor)):
                 self._seen[id(node), number] = (node, sighting)
 
     def origin(self, tensor: torch.Tensor) -> tuple[Any, int]:
-        """Return the node, and which of its outputs, that made the logical tensor: this one's own, or one behind it.
+        """Return (autograd node, number of its output) that made the logical tensor: this tensor's own, or an earlier one.
 
-        Others may read the tensor there: only there its gradient is whole.
+        The gradient there is the sum over all readers of the logical tensor.
         """
         node: Any = tensor.grad_fn
         number = tensor.output_nr
@@ -78,7 +78,7 @@ class LocalTensors:
         return node, number
 
     def source(self, tensor: torch.Tensor) -> Sighting | torch.Tensor | None:
-        """Return what has passed, or else the leaf, of which this is the same logical tensor, held in another way."""
+        """Return the sighting, or else the leaf, of the same logical tensor held in another way; None: there is none."""
         if not self.is_split:
             return None
         node: Any = tensor.grad_fn
@@ -100,9 +100,9 @@ class LocalTensors:
     def ask(
         self, entry: TensorEntry, tensor: torch.Tensor, module: nn.Module, is_output: bool, of_heads: bool = False
     ) -> None:
-        """Find out how a site's tensor is placed that does not say so: at once, or when the forward has ended.
+        """Find the placement of a plain tensor: at once if it is known, else in `resolve`, when the forward has ended.
 
-        of_heads: it was computed for each head of an attention by itself.
+        is_output: the module made it. of_heads: it was computed for each head of an attention separately.
         """
         if not self.is_split or not any(_is_open(one) for one in (entry, entry.grad)):
             return
@@ -111,13 +111,13 @@ class LocalTensors:
             word = word_of(declared_by_style(module, is_output), self.place)
             answer = self._answers[entry.id] = (word, "replicate" if word == "partial" else word)
         if answer is not None:
-            self.is_reported |= _tell(entry, answer)
+            self.is_reported |= _note_placements(entry, answer)
         else:
             node, number = self.origin(tensor) if is_dtensor(tensor) else (tensor.grad_fn, tensor.output_nr)
             self._asked[entry.id] = (entry, tensor if node is None else node, number, of_heads)
 
     def resolve(self, outputs: Iterable[torch.Tensor]) -> bool:
-        """Answer what was asked in the forward that has ended with `outputs`; True when a site became known in it."""
+        """Set the placements asked for in the forward that ended with `outputs`; return whether any became known."""
         asked, self._asked = self._asked, {}
         is_changed, self.is_reported = self.is_reported, False
         if not asked:
@@ -130,11 +130,11 @@ class LocalTensors:
             if of_heads and answer[0] == "unknown" and not isinstance(node, torch.Tensor) and graph.is_cut_by_heads(node):
                 answer = ("shard", answer[1])
             self._answers[entry.id] = answer
-            is_changed |= _tell(entry, answer)
+            is_changed |= _note_placements(entry, answer)
         return is_changed
 
 
-def _tell(entry: TensorEntry, answer: tuple[str, str]) -> bool:
+def _note_placements(entry: TensorEntry, answer: tuple[str, str]) -> bool:
     """Note the placements over tp; True when one of them was not known before."""
     is_changed = False
     for one, word in ((entry, answer[0]), (entry.grad, answer[1])):

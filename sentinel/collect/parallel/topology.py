@@ -27,7 +27,7 @@ AXIS_OF = {
 
 
 class Topology:
-    """What attach could find out about this rank; asked again at the first forward, when pipelines exist."""
+    """Reads the place of this rank at attach, and again at the first forward, when pipelines exist."""
 
     def __init__(self, environment: Environment, given: Place | None, names: Sequence[str] = ()) -> None:
         """names: of the model that each module belongs to, as the user gave them; empty: none were given."""
@@ -44,7 +44,8 @@ class Topology:
         """By what the pipeline divides a step's gradients: its micro-batches, or 1 where the loss is divided instead."""
 
     def scan(self) -> None:
-        """Look once through the live objects for pipeline stages, schedules and device meshes. About 0.05 s a million."""
+        """Search all objects of the process once for pipeline stages, schedules and device meshes: about 0.05 s a
+        million."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.meshes = []
@@ -138,11 +139,11 @@ class Topology:
 
     @property
     def is_guessing(self) -> bool:
-        """Whether nobody said which model a module belongs to."""
+        """Whether the user has not named the model that each module belongs to."""
         return self._given is None and not self._names
 
     def _is_no_pipeline(self, models: Sequence[nn.Module], pp_size: int) -> bool:
-        """Whether several modules of one rank cannot be chunks of a pipeline: nothing knows of any."""
+        """Whether several modules of one rank cannot be chunks of a pipeline: torch and Megatron know of none."""
         has_stages = any(id(unwrap(model)) in self.stages for model in models)
         return len(models) > 1 and pp_size == 1 and not has_stages and not _megatron_axes()
 

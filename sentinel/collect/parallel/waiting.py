@@ -1,4 +1,4 @@
-"""How long this rank waits for others: host time inside collectives, from which the daemon tells who arrives last.
+"""How long this rank waits for others: host time inside collectives, from which the daemon finds the rank that is last.
 
 In a synchronous group all steps are equally long; the slow rank is the one that does not wait. Only host time is seen, so
 on an accelerator, where collectives wait on the device, nothing is reported.
@@ -20,26 +20,29 @@ from sentinel.collect.hooks.interception import Interception
 
 
 class WaitWatcher(Protocol):
-    """Is called at every wait for a collective of torch.distributed."""
+    """Called at every wait of this process for a collective of torch.distributed."""
 
     def enter(self) -> None:
-        """A wait begins."""
+        """Called when a wait begins."""
 
     def add(self, seconds: float) -> None:
-        """A wait has ended, in whichever way."""
+        """Called when a wait has ended, also by an exception. seconds: host time that it took."""
 
     def promised(self, work: Any, future: Any) -> None:
-        """A future was taken of a Work, or of such a future: whoever waits for it waits for the Work."""
+        """Called when a future of a Work, or of such a future, was taken: a wait for it is one for the Work."""
 
     def done(self, work: Any, seconds: float) -> None:
-        """A Work, or a future of one, was waited for and is complete, on the stream that is current."""
+        """Called when a Work, or a future of one, was waited for: it is complete on the current stream.
+
+        seconds: of the wait.
+        """
 
 
 class WaitClock:
     """Seconds that the training thread spent waiting in collectives since the step began."""
 
     def __init__(self, *, is_blind: bool) -> None:
-        """is_blind: the model lies on an accelerator, the host does not wait there."""
+        """is_blind: the model lies on an accelerator, where the host does not wait and nothing is measured."""
         self._is_blind = is_blind
         self._seconds = 0.0
         self._thread = threading.get_ident()
@@ -65,21 +68,25 @@ class WaitClock:
         WORKS.leave(self)
 
     def begin_backward_end(self) -> None:
-        """This rank's own part of a backward is done; what follows waits for the reductions (DDP, FSDP)."""
+        """Called when this rank's own part of a backward is done: the time from now on waits for the reductions (DDP,
+        FSDP)."""
         self._since = time.perf_counter()
 
     def end_backward_end(self) -> None:
-        """The reductions are done."""
+        """Called when the reductions of a backward are done."""
         since, self._since = self._since, 0.0
         if since:
             self.add(time.perf_counter() - since)
 
     def enter(self) -> None:
-        """Take note that a wait begins, if it is the training thread's."""
+        """Note that a wait begins, if it is the training thread's."""
         self._is_inside = threading.get_ident() == self._thread
 
     def add(self, seconds: float) -> None:
-        """Count time waited, if the training thread did; waits at the end of a backward are in the time of that end."""
+        """Add the seconds of a wait of the training thread.
+
+        Those in a backward's end are in the time of that end already.
+        """
         if threading.get_ident() == self._thread:
             self._is_inside = False
             self.num_waits += 1
@@ -87,13 +94,16 @@ class WaitClock:
                 self._seconds += seconds
 
     def promised(self, work: Any, future: Any) -> None:
-        """Whose future it is does not matter here."""
+        """Do nothing: it does not matter whose future it is."""
 
     def done(self, work: Any, seconds: float) -> None:
-        """Whose wait it was does not matter here."""
+        """Do nothing: it does not matter which Work was waited for."""
 
     def take(self) -> float:
-        """Return the seconds waited in the step that ends and begin anew; -1.0: not known. The caller trains."""
+        """Return the seconds waited in the step that ends, and begin anew; -1.0: not known.
+
+        Called by the training thread.
+        """
         self._thread = threading.get_ident()
         seconds, self._seconds = self._seconds, 0.0
         is_known = not self._is_blind and WORKS.is_active
@@ -101,7 +111,7 @@ class WaitClock:
 
 
 class Works(Interception[WaitWatcher]):
-    """Who watches the waits of this process."""
+    """The watchers of this process, and the functions of torch that are replaced while there is one."""
 
     @property
     def is_active(self) -> bool:
@@ -135,7 +145,7 @@ def _replace_all(works: Interception[WaitWatcher]) -> None:
 
 
 class _Futures:
-    """The futures of collectives, as long as somebody holds them; those of other kinds of work do not matter here."""
+    """The futures of collectives, held weakly; those of other kinds of work do not matter here."""
 
     def __init__(self, works: Interception[WaitWatcher]) -> None:
         self._works = works
@@ -154,7 +164,7 @@ class _Futures:
             user.promised(owner, future)
 
     def taken(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Work.get_future`, which tells of every future it gives."""
+        """Return a `Work.get_future` that reports every future it returns."""
 
         @functools.wraps(original)
         def get_future(work: Any) -> Any:
@@ -165,7 +175,7 @@ class _Futures:
         return get_future
 
     def followed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Future.then`, which tells of a future that comes after one of a collective."""
+        """Return a `Future.then` that reports futures derived from those of collectives."""
 
         @functools.wraps(original)
         def then(future: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +187,7 @@ class _Futures:
         return then
 
     def joined(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what waits for several futures, and tells of those of collectives among them."""
+        """Return a function that waits for several futures as `original` does, and reports those of collectives."""
 
         @functools.wraps(original)
         def collect_all(futures: Any) -> Any:
@@ -192,7 +202,7 @@ class _Futures:
 def _timed(
     works: Interception[WaitWatcher], original: Callable[..., Any], is_meant: Callable[[Any], bool] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that waits as `original` does, for what its first argument stands for, and tells how long.
+    """Return a function that waits as `original` does, for what its first argument stands for, and reports how long.
 
     is_meant: for which arguments alone; None: for all.
     """

@@ -2,8 +2,8 @@
 
 In: the events of a step. Out: rows and vectors of kinds of their own. Never: waits for the device, or communicates.
 
-A probe is a class that is given a ProbeContext, subscribes to the events it needs, and measures only what the plan wants:
-a kind that nobody wants costs neither a hook nor a call in a step.
+A probe is a class that takes a ProbeContext, subscribes to the events it needs, and measures only what the plan selects:
+a kind that is not wanted costs neither a hook nor a call in a step.
 """
 
 from __future__ import annotations

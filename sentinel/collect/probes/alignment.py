@@ -1,6 +1,6 @@
-"""Whether the gradient points where the momentum does: the share of its elements with the same sign, and the cosine.
+"""How far the gradient agrees with the momentum: the share of elements with the same sign, and the cosine.
 
-Read just before the optimizer steps, so of the momentum that this gradient has not entered yet. Source of the share:
+Read just before the optimizer steps, while this gradient has not entered the momentum. Source of the share:
 msProbe's mg_direction, sign(gradient) == sign(exp_avg).
 """
 
@@ -14,7 +14,7 @@ import torch
 from sentinel.collect.parallel.placements import is_dense, local_of
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.optimizer_state import STATE_KEYS
-from sentinel.collect.probes.pieces import ROOM, side_by_side
+from sentinel.collect.probes.piecewise_rows import ROOM, side_by_side
 from sentinel.collect.probes.prepared_rows import device_shares
 from sentinel.collect.probes.single_values import NUM_NAN, observe_words, value_words
 from sentinel.collect.probes.stepped import Stepped, describe_formed, stepped_by
@@ -29,7 +29,8 @@ PRODUCTS = ("product", "gradient_squares", "momentum_squares")
 
 
 class Alignment:
-    """Two rows a parameter: the share, whose shards merge exactly, and the cosine, which is formed of its shards' sums."""
+    """Two rows a parameter: the share, whose shards merge exactly, and the cosine, which the daemon forms of its shards'
+    sums."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -63,7 +64,7 @@ class Alignment:
             if share is None:
                 name = type(inner).__name__
                 message = f"{name} steps with a closure: what its momentum was before the gradient entered cannot be told"
-                self._context.recording.tell("unsupported", message, f"{_NAME} {name}")
+                self._context.recording.report("unsupported", message, f"{_NAME} {name}")
             elif id(one.param) in known:
                 found.append((one, momentum_of(one), share))
             known.add(id(one.param))
@@ -79,7 +80,7 @@ class Alignment:
                 continue
             if not (is_dense(stepped.grad) and is_dense(momentum)):
                 message = f"{stepped.one.entry.name}: the angle to a gradient that is sparse is not measured"
-                self._context.recording.tell("unsupported", message, f"{_NAME} {stepped.one.entry.name}")
+                self._context.recording.report("unsupported", message, f"{_NAME} {stepped.one.entry.name}")
                 continue
             one = stepped.one.entry
             entry = table.entry(one.chunk, one.name, Kind.GRAD_MOMENTUM_ALIGNMENT)
@@ -97,7 +98,7 @@ class Alignment:
         for mine in by_device.values():
             sums = torch.stack([one for *_, one, _ in mine])
             num_nan = sums[:, 1].long()
-            numel = torch.tensor([number for *_, number in mine], dtype=torch.int64)
+            numel = torch.tensor([number for *_, number in mine], dtype=torch.int64, device="cpu")
             numel = numel.to(sums.device, non_blocking=True) if sums.is_cpu else _on_device(numel, sums.device)
             words = device_shares(sums[:, 0].long(), numel - num_nan)
             words[:, NUM_NAN] = num_nan
@@ -115,9 +116,10 @@ class Alignment:
 
 
 def agreement(gradient: torch.Tensor, momentum: torch.Tensor, share: Any = 0.0) -> torch.Tensor:
-    """Return [5] float64: elements of one sign, elements that are NaN in either, the dot product, both squared norms.
+    """Return [5] float64: elements of the same sign, elements that are NaN in either, dot product, both squared norms.
 
-    share: of the gradient, to be taken out of the momentum first. Zero has a sign of its own, infinity that of its side.
+    gradient, momentum: of one shape, any float type, on one device; no wait. share: the gradient times this is subtracted
+    from the momentum first. Zero has a sign of its own; an infinity has that of its side.
     """
     total = torch.zeros(5, dtype=torch.float64, device=gradient.device)
     for g, m in side_by_side([gradient, momentum], ROOM // 4):
@@ -133,7 +135,7 @@ def agreement(gradient: torch.Tensor, momentum: torch.Tensor, share: Any = 0.0) 
 
 
 def momentum_of(stepped: Stepped) -> torch.Tensor | None:
-    """Return this rank's piece of the first moment, where it is cut as the gradient is."""
+    """Return this rank's piece of the first moment, shaped like its gradient; None: there is none cut alike."""
     for key, kind in STATE_KEYS.items():
         tensor = stepped.state.get(key) if kind is Kind.EXP_AVG else None
         if isinstance(tensor, torch.Tensor) and stepped.grad is not None and is_cut_alike(stepped.grad, tensor):

@@ -1,4 +1,4 @@
-"""Attention: the entropy of what each query looks at, and the largest logit, for each module that attends."""
+"""Attention: the entropy of each query's distribution over keys, and the largest logit, for each attention module."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ HEADS = (
     "num_head", "n_local_heads",
 )  # fmt: skip
 MOST_FRAMES = 200
-"""Frames between a function of torch and the module that calls it; a model's own forward is nearer."""
+"""Most frames searched between a function of torch and the module that calls it; a model's own forward is nearer."""
 _HOLDERS = ("self", "module", "mod", "layer", "attn")
-"""Arguments that a function which attends for a module has it in."""
+"""Names of the argument in which a function gets the module that it computes attention for."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
 
 
@@ -86,7 +86,7 @@ class Attention:
 
     def _end(self) -> None:
         if self._is_due and not self._num_seen and any(chunk.num_forwards for chunk in self._context.chunks):
-            self._context.recording.tell(
+            self._context.recording.report(
                 "blind_probe",
                 "attention is to be measured, but none was seen: it is compiled, or a kernel of its own, or not there. Seen "
                 "are torch's scaled_dot_product_attention, flex_attention, and a softmax in a module called attention",
@@ -94,13 +94,13 @@ class Attention:
                 self._context.step(),
             )
         elif self._is_due:
-            self._tell_compiled()
+            self._report_compiled()
         if self._num_rows:
             self._context.count({"attention": self._num_rows})
         self._num_rows = 0
 
-    def _tell_compiled(self) -> None:
-        """Say which compiled parts hold attention, none of which was seen: a graph calls no function of torch."""
+    def _report_compiled(self) -> None:
+        """Report compiled parts that hold attention: a graph calls no function of torch, so none of it is measured."""
         for chunk in self._context.chunks:
             seen = [name for stage, name in self._num_calls if stage == chunk.vpp_stage]
             for part in chunk.compiled.names if chunk.num_forwards else ():
@@ -109,7 +109,7 @@ class Attention:
                 inner = [(name, one) for name, one in chunk.structure.modules.items() if is_inside(name, part)]
                 if any(ATTENTIVE.search(f"{type(one).__name__} {name.rpartition('.')[2]}") for name, one in inner):
                     reported = f"attention inside {part or 'the model'} is compiled, and not measured"
-                    self._context.recording.tell("blind_probe", reported, f"{part}:attention", self._context.step())
+                    self._context.recording.report("blind_probe", reported, f"{part}:attention", self._context.step())
 
     # -- what the replaced functions tell --------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Attention:
         return any(chunk.in_forward for chunk in self._context.chunks) and not in_backward()
 
     def attended(self, call: Attended, frame: FrameType) -> None:
-        """Measure a call of a function for attention."""
+        """Measure one call of an attention function. frame: of its caller."""
         name = "attention"
         try:
             found = self._module_of(frame)
@@ -130,7 +130,7 @@ class Attention:
             self._num_seen += 1
             problem = self._problem(call.q, call.k)
             if problem:
-                self._context.recording.tell("blind_probe", f"attention of {name}: {problem}", name, self._context.step())
+                self._context.recording.report("blind_probe", f"attention of {name}: {problem}", name, self._context.step())
                 return
             q, k = local_of(call.q), local_of(call.k)
             self._take(chunk, name, module, call.q, lambda: call.scores(q, k), q.dim() == 3)
@@ -138,7 +138,7 @@ class Attention:
             self._context.guard(name, error, probe="attention", given=(call.q, call.k))
 
     def normalized(self, logits: torch.Tensor, dim: int, frame: FrameType) -> None:
-        """Measure a softmax, where it is one of attention written out."""
+        """Measure a softmax over `dim` of logits, where it is that of attention written out. frame: of its caller."""
         name = "attention"
         try:
             if logits.dim() < 3 or dim not in (-1, logits.dim() - 1) or not logits.is_floating_point():
@@ -233,7 +233,7 @@ class Attention:
     # -- whose call it is -------------------------------------------------------------------------------------------------
 
     def _module_of(self, frame: FrameType | None) -> tuple[Chunk, str, nn.Module] | None:
-        """Return the innermost module of ours on the stack whose chunk's forward runs; None: somebody else's call."""
+        """Return the innermost module of ours on the stack whose chunk's forward runs; None: no module of ours calls."""
         for _ in range(MOST_FRAMES):
             if frame is None:
                 return None
@@ -264,7 +264,7 @@ class Attention:
         return found
 
     def _is_attention(self, chunk: Chunk, name: str, module: nn.Module) -> bool:
-        """Whether a softmax in this module is one of attention: by its name, its class, or a target that says so."""
+        """Whether a softmax in this module is one of attention: by its name, its class, or a target that names it."""
         known = self._is_written.get(id(module))
         if known is None:
             words = [(type(one).__name__, own.rpartition(".")[2]) for own, one in self._lineage(chunk, name, module)]
@@ -276,7 +276,7 @@ class Attention:
         return known
 
     def _heads(self, chunk: Chunk, name: str, module: nn.Module) -> int:
-        """Return the number of heads that a module, its config, or one that holds it tells; 0: not known."""
+        """Return the number of heads, from an attribute of a module, its config, or a module that holds it; 0: not known."""
         for _, one in self._lineage(chunk, name, module):
             for source in (one, getattr(one, "config", None)):
                 for word in HEADS:

@@ -1,7 +1,7 @@
 """Attention, seen where it is computed: torch's functions for it, and the softmax of those who write it out.
 
 Replaced are functions of torch.nn.functional and torch, wherever they were imported by name, and `Tensor.softmax`; inside
-torch itself callers look them up. A wrapper calls the original first, with what it was given, and tells of it afterwards.
+torch itself callers look them up. A wrapper calls the original first, with its own arguments, and reports it afterwards.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ LOWER_RIGHT = 2
 
 
 class Attending(Protocol):
-    """What is called at each attention."""
+    """Called at each computation of attention."""
 
     def is_attentive(self) -> bool:
-        """Whether calls of now are anybody's: asked before anything else is done."""
+        """Whether a call made now is to be measured; asked before anything else is done."""
         ...
 
     def attended(self, call: Attended, frame: FrameType) -> None:
-        """A function for attention returned. frame: of its caller."""
+        """Called when an attention function has returned. frame: of its caller."""
         ...
 
     def normalized(self, logits: torch.Tensor, dim: int, frame: FrameType) -> None:
-        """A softmax returned."""
+        """Called when a softmax over `dim` of `logits` has returned. frame: of its caller."""
         ...
 
 
 class Attended:
-    """One call of a function for attention: its queries and keys, and how to form its scores where they are wanted."""
+    """One call of an attention function: queries, keys, and the function that forms its scores from them if measured."""
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, scores: Callable[[torch.Tensor, torch.Tensor], AttentionScores]
@@ -52,7 +52,7 @@ class Attended:
 
 class _Calls(Interception[Attending]):
     is_inside = False
-    """A function that is told of runs: what it calls belongs to it."""
+    """A function whose calls are recorded is running: what it calls itself belongs to it."""
 
     def listening(self) -> list[Attending]:
         return [] if self.is_inside else [user for user in self.users if user.is_attentive()]
@@ -61,18 +61,18 @@ class _Calls(Interception[Attending]):
 def _replace_all(calls: Interception[Attending]) -> None:
     assert isinstance(calls, _Calls)
     sdpa = functional.scaled_dot_product_attention
-    found: list[tuple[Any, str, Any]] = [(functional, "scaled_dot_product_attention", _telling(calls, sdpa, _of_sdpa))]
-    found.append((functional, "softmax", _telling_softmax(calls, functional.softmax)))
-    found.append((torch, "softmax", _telling_softmax(calls, torch.softmax)))
+    found: list[tuple[Any, str, Any]] = [(functional, "scaled_dot_product_attention", _reporting(calls, sdpa, _of_sdpa))]
+    found.append((functional, "softmax", _reporting_softmax(calls, functional.softmax)))
+    found.append((torch, "softmax", _reporting_softmax(calls, torch.softmax)))
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is not None:
-        found.append((flex, "flex_attention", _telling(calls, flex.flex_attention, _of_flex)))
+        found.append((flex, "flex_attention", _reporting(calls, flex.flex_attention, _of_flex)))
     for _, name, ours in found:
         _let_script(name, ours)
     by_identity = {id(getattr(owner, name)): ours for owner, name, ours in found}
     for owner, name, ours in found:
         calls.replace(owner, name, ours)
-    calls.replace(torch.Tensor, "softmax", _telling_softmax(calls, torch.Tensor.softmax))
+    calls.replace(torch.Tensor, "softmax", _reporting_softmax(calls, torch.Tensor.softmax))
     for label, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
         # Torch compares its own functions by identity: there only what is looked up at each call is replaced.
@@ -87,7 +87,8 @@ calls: Interception[Attending] = _Calls(_replace_all)
 
 
 _scriptable: list[Any] = []
-"""Replacements that TorchScript knows by their address: they live for ever, so that nobody else gets it."""
+"""Replacements that TorchScript knows by their address: they are kept for ever, so that no other object gets that
+address."""
 
 
 def _let_script(name: str, ours: Any) -> None:
@@ -99,7 +100,7 @@ def _let_script(name: str, ours: Any) -> None:
         register(ours, operator)
 
 
-def _telling(calls: _Calls, original: Callable[..., Any], read: Callable[..., Attended | None]) -> Callable[..., Any]:
+def _reporting(calls: _Calls, original: Callable[..., Any], read: Callable[..., Attended | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attention(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -131,7 +132,7 @@ def _called(original: Callable[..., Any], ours: Any, args: tuple[Any, ...], kwar
         functional.scaled_dot_product_attention = ours
 
 
-def _telling_softmax(calls: _Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_softmax(calls: _Calls, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -25,7 +25,7 @@ Mod = Callable[..., torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one call of attention did. `batch` and `rows` may be a sample of those of the call."""
+    """Entropy and largest logit of the queries of one call. `batch` and `rows` may be a sample of the call's."""
 
     entropy: torch.Tensor
     """[batch, heads, rows] nats; means nothing where `counts` is false."""
@@ -35,7 +35,7 @@ class Measured:
     """[batch, heads] largest logit, scaled and masked; -inf where no query counts."""
 
     def of_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (mean entropy, largest logit) of each head: [heads] fp32 each; NaN where no query of a head counts."""
+        """Return (mean entropy in nats, largest logit) of each head: [heads] fp32 each; NaN: no query of the head counts."""
         num = self.counts.sum((0, 2))
         total = torch.where(self.counts, self.entropy, 0.0).sum((0, 2))
         largest = self.largest.amax(0)
@@ -107,7 +107,7 @@ class AttentionScores:
 
 
 class Logits:
-    """Logits that are there already, the input of a softmax: [batch, heads, queries, keys]."""
+    """Logits that the model has formed itself, the input of its softmax: [batch, heads, queries, keys]."""
 
     causal = None
     group = 1

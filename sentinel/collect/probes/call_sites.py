@@ -21,7 +21,7 @@ import torch.distributed
 import sentinel
 
 _OUTSIDE, _INSIDE, _PLUMBING = range(3)
-"""User's code; torch's; the layers of torch that every collective passes, which say nothing."""
+"""User's code; torch's; the layers of torch that every collective passes, which identify no call."""
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -63,9 +63,9 @@ class CallSites:
         self._sites: dict[tuple[CodeType, int], CallSite] = {}
 
     def here(self, skipped: frozenset[str] = frozenset()) -> CallSite | None:
-        """Return the site that calls; None when a function of torch whose name is in `skipped` stands in between.
+        """Return the user's line that leads to this call; None: a function of torch named in `skipped` lies in between.
 
-        Where no frame is the user's (a backward on a thread of its own) the innermost telling frame of torch answers.
+        Without a frame of the user's (a backward on a thread of its own): the innermost frame of torch that is no plumbing.
         """
         frame: FrameType | None = sys._getframe(1)
         inner: FrameType | None = None

@@ -15,13 +15,13 @@ QUANTITIES = ("channel_rms", "mean_over_std")
 TOP = 8
 """Channels named, the largest RMS first."""
 MOST_RATIO = 2.0**30
-"""Largest |mean| / std recorded, which stands for a channel that does not vary at all."""
+"""Largest |mean| / std recorded; also that of a channel that does not vary at all."""
 SUMS_BYTES = 2 * 2**20
 """Bytes of per-channel sums written a step; a bound on the spool, 87,000 channels. Rows and largest channels always come."""
 
 
 class Channel:
-    """Sums each channel of the activations over tokens and micro-steps, and makes its rows when the step ends.
+    """Sums each channel of activations over the tokens and micro-steps of a step, and writes its rows when the step ends.
 
     `M:channel_rms` is a row over channels: its kurtosis is that of the outlier-feature literature, its max the largest
     channel. `M:mean_over_std` is a row over channels of |mean| / std. Values that are not finite are left out. A module that
@@ -108,7 +108,7 @@ def channel_sums(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def mean_over_std(mean: torch.Tensor, rms: torch.Tensor) -> torch.Tensor:
-    """Return |mean| / std of each channel, at most MOST_RATIO; 0 of a channel that is all zeros."""
+    """Return |mean| / std of each channel, [channels] float64, at most MOST_RATIO; 0 where a channel is all zeros."""
     away = mean.abs()
     std = (rms.square() - mean.square()).clamp(min=0.0).sqrt()
     ratio = away / torch.maximum(std, away / MOST_RATIO)

@@ -20,10 +20,10 @@ from sentinel.collect.hooks.interception import Interception
 
 
 class Form(NamedTuple):
-    """How a method takes its tensors: positions of what is sent and what is received."""
+    """The signature of a method: positions of the tensors that are sent and received, and the operation it is."""
 
     op: str
-    """As the user knows it."""
+    """Name of the operation as users call it: `all_reduce`."""
     sent: int = -1
     received: int = -1
     root: str = ""
@@ -88,24 +88,24 @@ OBJECT_OPS = frozenset({
 
 
 class CallListener(Protocol):
-    """Is called at each collective while it is due. It must not raise: an exception would reach the trainer."""
+    """Called at each collective while `is_due`. Must not raise: an exception would reach the trainer."""
 
     is_due: bool
 
     def began(self, form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what stands for a call that is about to be made, or None when it does not matter."""
+        """Called before a call; return an object that stands for it, handed to `ended` and `failed`; None: not measured."""
 
     def ended(self, call: Any, result: Any) -> None:
-        """The call returned; a Work, or a tensor, may not be complete yet."""
+        """Called when the call has returned. result: a Work or tensors, which may not be complete yet."""
 
     def failed(self, call: Any) -> None:
-        """The call raised."""
+        """Called when the call has raised."""
 
     def arrived(self, tensor: Any) -> None:
-        """A functional collective's result was waited for."""
+        """Called when the trainer has waited for the result of a functional collective."""
 
     def coalescing(self, group: Any, work: Any) -> None:
-        """A group begins to hold calls back (work: False), or has sent them as one piece of work."""
+        """Called when a group begins to coalesce calls (work: False), and when it has sent them (their Work, or None)."""
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

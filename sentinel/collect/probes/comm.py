@@ -74,7 +74,7 @@ class Communication:
             return
         if getattr(module.DistributedDataParallel, "_active_ddp_module", None) is not None:
             self._is_ddp_reported = True
-            self._recording.tell(
+            self._recording.report(
                 "blind_probe",
                 "comm: DistributedDataParallel reduces gradients in C++, where nobody can look; wgrad is what comes of it",
                 "comm DistributedDataParallel",
@@ -100,7 +100,7 @@ class Communication:
     # -- what collectives.py tells ------------------------------------------------------------------------------------
 
     def began(self, form: Form, group: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CommCall | None:
-        """A call is about to be made: look at what it sends."""
+        """Measure what a call sends, before it is made; None: this call is not measured. As `CallListener`."""
         if self._is_inside or not self.is_due or not self._context.is_measuring():
             return None
         if not self._rows.is_trainers:
@@ -124,7 +124,7 @@ class Communication:
         sent = list(tensors_of(argument(form, form.sent, args, kwargs)))
         received = list(tensors_of(argument(form, form.received, args, kwargs)))
         if _is_captured(sent) or _is_captured(received):
-            self._recording.tell("blind_probe", "comm: what a CUDA graph replays is not seen", "comm graph")
+            self._recording.report("blind_probe", "comm: what a CUDA graph replays is not seen", "comm graph")
             return None
         num_bytes = sum(one.numel() * one.element_size() for one in sent or received)
         fields = [float(self._num_calls), float(num_bytes), 0.0, float(_size_of(group)), 0.0]
@@ -145,11 +145,11 @@ class Communication:
         return call
 
     def failed(self, call: CommCall) -> None:
-        """The call raised: nothing came out."""
+        """Drop a call that raised: it has no result."""
         self._is_inside = False
 
     def ended(self, call: CommCall, result: Any) -> None:
-        """The call returned: its result is read now, or when it is waited for."""
+        """Measure the result of a call that returned, or note that it is to be measured when the trainer waits for it."""
         self._is_inside = False
         call.fields[2] += time.perf_counter() - call.began
         try:
@@ -158,11 +158,11 @@ class Communication:
             self._context.guard(f"comm {call.site.op}", error)
 
     def arrived(self, tensor: Any) -> None:
-        """The trainer has waited for a functional collective's result."""
+        """Measure the result of a functional collective that the trainer has waited for."""
         self._results.arrived(tensor)
 
     def coalescing(self, group: Any, work: Any) -> None:
-        """Calls of a group are held back from now on, or were sent as one piece of work."""
+        """Note that a group coalesces its calls from now on (work: False), or has sent them (their Work, or None)."""
         self._results.coalescing(group, work, is_due=self.is_due)
 
     def _micro_step(self) -> int:

@@ -15,7 +15,7 @@ from sentinel.collect.probes.context import ProbeContext
 
 
 class Awaited:
-    """Calls that went out as one piece of work, until somebody waits for it, or for a future of it."""
+    """Calls that one Work stands for, until the trainer waits for it or for a future of it."""
 
     def __init__(self, calls: list[CommCall]) -> None:
         self.calls = calls
@@ -25,24 +25,27 @@ class Awaited:
 
 
 class CommResults:
-    """Decides when the result of a call is complete. Told of every wait (`waiting.WaitWatcher`)."""
+    """Decides when the result of a call is complete. `waiting.WaitWatcher` calls it at every wait."""
 
     def __init__(self, context: ProbeContext, rows: CommRows) -> None:
         self._context = context
         self._rows = rows
         self._works: dict[int, tuple[weakref.ref[Any], list[Awaited]]] = {}
-        """id of a Work, or of a future of some, that nobody has waited for yet -> what it stands for."""
+        """id of a Work, or of a future of some, that was not waited for yet -> the calls it stands for."""
         self._results: dict[int, tuple[weakref.ref[torch.Tensor], CommCall]] = {}
         """Address of the memory that a functional collective still writes -> (its tensor, the call)."""
         self._held: dict[int, list[CommCall]] = {}
         """id of a group that is coalescing -> its calls."""
 
     def forget(self) -> None:
-        """Nobody waits for what is on its way any more."""
+        """Drop all results that are not complete."""
         self._works, self._results, self._held = {}, {}, {}
 
     def expect(self, call: CommCall, result: Any) -> None:
-        """A call returned: read its result now, or when it is waited for."""
+        """Measure the result of a call now if it is complete, else when the trainer waits for it.
+
+        result: Work or tensors.
+        """
         held = self._held.get(id(call.group))
         if held is not None:
             held.append(call)
@@ -78,7 +81,7 @@ class CommResults:
                 lost.num_holders -= 1
                 if not lost.num_holders and not lost.is_done:
                     for call in lost.calls:
-                        self._tell_unread(call)
+                        self._report_unread(call)
 
         before = self._works.pop(key, None)
         held = before[1] if before is not None and before[0]() is work else []
@@ -86,9 +89,9 @@ class CommResults:
             one.num_holders += 1
         self._works[key] = (weakref.ref(work, gone), [*held, *awaited])
 
-    def _tell_unread(self, call: CommCall) -> None:
+    def _report_unread(self, call: CommCall) -> None:
         if call.outputs:
-            self._context.recording.tell(
+            self._context.recording.report(
                 "comm_unread",
                 f"no wait for the work of {call.site.name} was seen (for a communication hook of DDP, C++ waits): what it "
                 "received is not measured",
@@ -96,19 +99,22 @@ class CommResults:
             )
 
     def enter(self) -> None:
-        """A wait begins; nothing to do."""
+        """Do nothing when a wait begins."""
 
     def add(self, seconds: float) -> None:
-        """Time was waited; which work it was for, `done` says."""
+        """Do nothing: `done` says for which Work the seconds were waited."""
 
     def promised(self, work: Any, future: Any) -> None:
-        """A future was taken: who waits for it waits for the Work, which may be gone by then."""
+        """Let a wait for this future count as one for the Work, which may be freed by then."""
         found = self._works.get(id(work)) if self._works else None
         if found is not None and found[0]() is work:
             self._hold(future, found[1])
 
     def done(self, work: Any, seconds: float) -> None:
-        """The trainer has waited for a Work: what it received is complete, on the stream that is current."""
+        """Measure what a Work received, on the current stream: the trainer has waited for it.
+
+        seconds: host time of the wait.
+        """
         found = self._works.pop(id(work), None) if self._works else None
         if found is None or found[0]() is not work:
             return
@@ -124,7 +130,7 @@ class CommResults:
                     self._context.guard(f"comm {call.site.op}", error)
 
     def arrived(self, tensor: Any) -> None:
-        """The trainer has waited for a functional collective's result."""
+        """Measure the result of a functional collective that the trainer has waited for."""
         if not self._results:
             return
         try:
@@ -138,7 +144,10 @@ class CommResults:
             self._context.guard("comm wait_tensor", error)
 
     def coalescing(self, group: Any, work: Any, *, is_due: bool) -> None:
-        """Calls of a group are held back from now on, or were sent as one piece of work."""
+        """Note that a group coalesces its calls from now on (work: False), or has sent them (their Work, or None).
+
+        is_due: calls are measured in this step.
+        """
         if work is False:
             if is_due:
                 self._held[id(group)] = []

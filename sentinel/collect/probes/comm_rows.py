@@ -38,17 +38,17 @@ class CommRows:
         return threading.get_ident() == self._thread or in_backward()
 
     def begin_step(self) -> None:
-        """A step begins, in the thread that trains."""
+        """Begin a step; the calling thread is the trainer's."""
         self._thread = threading.get_ident()
         self._num_rows = 0
 
     def rewind(self) -> None:
-        """A forward raised and its rows are forgotten; its calls were made all the same."""
+        """Count the rows anew after a forward raised and its rows were dropped."""
         rows = self._recording.rows
         self._num_rows = int((rows.array["kind"][: rows.num_rows] == Kind.COMM).sum()) if self._num_rows else 0
 
     def end_step(self) -> None:
-        """Let what was measured on other streams be done before the rows leave."""
+        """Have the current stream wait for those that rows of this step were measured on, and count the rows."""
         for stream in self._streams:
             torch.get_device_module(stream.device).current_stream(stream.device).wait_stream(stream)
         self._streams = set()
@@ -56,14 +56,14 @@ class CommRows:
             self._context.count({Kind.COMM.label: self._num_rows})
 
     def finish(self, call: CommCall) -> None:
-        """The call is done and waited for: measure what it received."""
+        """Measure what a call received; it is complete and was waited for."""
         call.fields[4] = 1.0
         if call.is_measured:
             received = [one for one in (ref() for ref in call.outputs) if one is not None]
             self.measure(call, "out", received)
 
     def measure(self, call: CommCall, role: str, tensors: list[torch.Tensor]) -> None:
-        """Measure tensors of a call; role: `in` or `out`."""
+        """Measure tensors of a call. role: `in`, what it sends, or `out`, what it received. Does not wait."""
         # A result that comes between two steps belongs to none; threads that are not the trainer's write no rows.
         if not self._context.is_measuring() or not self.is_trainers:
             return

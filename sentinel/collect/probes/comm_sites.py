@@ -1,4 +1,5 @@
-"""Calls of torch.distributed by the line of code that makes them: one series each, and which wishes mean it."""
+"""Calls of torch.distributed by the line of code that makes them: one series each, and which wishes of the plan select
+it."""
 
 from __future__ import annotations
 
@@ -44,15 +45,18 @@ class CommSite:
         """Where it stands among the turns of a staggered wish: alike on all ranks."""
 
     def wishes_of(self, plan: Plan) -> list[Wish]:
-        """Return the plan's wishes that mean it."""
+        """Return the plan's wishes that select this site."""
         if self._generation != plan.generation:
             self._generation = plan.generation
             self._wishes = [wish for wish in plan.wishes_of(Kind.COMM) if self._means(wish)]
         return self._wishes
 
     def take_calls(self) -> torch.Tensor:
-        """Return the calls of the step that ends, [calls, fields] float64, and begin with none."""
-        values, self.calls = torch.tensor(self.calls, dtype=torch.float64), []
+        """Return the calls of the step that ends, [calls, fields] float64 with the fields of CALL_FIELDS.
+
+        The next step begins with none.
+        """
+        values, self.calls = torch.tensor(self.calls, dtype=torch.float64, device="cpu"), []
         return values
 
     def _means(self, wish: Wish) -> bool:
@@ -74,7 +78,7 @@ class CommSite:
 
 
 class CommCall:
-    """One call under way."""
+    """One call that was made, until its result is measured."""
 
     def __init__(self, site: CommSite, fields: list[float], is_measured: bool, micro_step: int) -> None:
         self.site = site
@@ -84,11 +88,11 @@ class CommCall:
         self.began = time.perf_counter()
         self.group: Any = None
         self.outputs: list[weakref.ref[torch.Tensor]] = []
-        """Weak: nothing lives longer because we look at it."""
+        """Weak references: measuring keeps no tensor alive."""
 
 
 class CommSites:
-    """Knows all call sites of this process, and describes what passes there."""
+    """The call sites of this process, and the entries of the tensors that pass there."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -98,11 +102,11 @@ class CommSites:
         """id of an entry -> shape and dtype as the table knows them in this step."""
 
     def begin_step(self) -> None:
-        """Describe again what passes from now on."""
+        """Begin a step: each entry is described again when its first tensor passes."""
         self._described.clear()
 
     def site(self, op: str, where: CallSite) -> CommSite:
-        """Return the site of an op at a line of code; one for all that are too many."""
+        """Return the site of an op at a line of code; past MAX_SITES one site of the op for all further lines."""
         site = self._sites.get((op, where))
         if site is None:
             if len(self._sites) >= MAX_SITES:
@@ -130,7 +134,7 @@ class CommSites:
         return entry
 
     def ship(self) -> None:
-        """Ship the calls of the step that ends, a vector for each site."""
+        """Write the calls of the step that ends as vectors, one for each site."""
         for site in self._sites.values():
             if site.calls:
                 self._ship(site)
@@ -142,12 +146,12 @@ class CommSites:
             site.is_group_reported = True
             ranks = ranks_of(site.group)
             if ranks:
-                self._context.recording.vector(entry, "group", torch.tensor(ranks, dtype=torch.int64), "rank")
+                self._context.recording.vector(entry, "group", torch.tensor(ranks, dtype=torch.int64, device="cpu"), "rank")
         site.group = None
 
 
 def ranks_of(group: Any) -> list[int]:
-    """Return the global ranks of a group, as far as torch knows them."""
+    """Return the global ranks of a group, a mesh or a group's name; []: torch does not say."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if module is None or group is None:

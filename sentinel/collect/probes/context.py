@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec
 
 import torch
@@ -15,9 +15,9 @@ from sentinel.collect.hooks.backwards import in_backward
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.failures import Guard
 from sentinel.collect.hooks.parameters import WatchedParameters
-from sentinel.collect.hooks.pickle_stub import inert_hook
+from sentinel.collect.hooks.pickle_stub import stub_hook
 from sentinel.collect.hooks.sites import Sites
-from sentinel.collect.rows.recording import Look, Onlooker, Recording
+from sentinel.collect.rows.recording import Look, Observer, Recording
 from sentinel.collect.rows.tensor_table import TensorTable
 from sentinel.collect.schedule.costs import OWN, Costs, kinds_of_probe
 from sentinel.collect.schedule.plan import Plan
@@ -30,7 +30,10 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """One moment of a step. Whoever subscribed is called in that order; what one raises ends here, under its name."""
+    """One moment of a step: calls its subscribers in order.
+
+    An exception of one ends at the guard, under its probe's name.
+    """
 
     def __init__(self, guard: Guard, costs: Costs) -> None:
         self._guard = guard
@@ -43,7 +46,7 @@ class Event(Generic[P]):
         self._all.append((name, call))
 
     def narrow(self, is_wanted: Callable[[str], bool]) -> None:
-        """Call only probes of which that holds, until `widen`."""
+        """Call only the probes whose name `is_wanted` accepts, until `widen`."""
         self._calls = [one for one in self._all if is_wanted(one[0])]
 
     def widen(self) -> None:
@@ -64,13 +67,13 @@ class Event(Generic[P]):
 
 
 class Events:
-    """When probes work, all of it on the training thread."""
+    """The moments at which probes are called, all on the training thread."""
 
     def __init__(self, guard: Guard, costs: Costs) -> None:
         self.planned: Event[[]] = Event(guard, costs)
-        """What is wanted has changed: put hooks on or take them off (`Plan.wants`, `Plan.wants_at`). Between steps."""
+        """The plan has changed: put hooks on or take them off (`Plan.wants`, `Plan.wants_at`). Between steps."""
         self.begun: Event[[]] = Event(guard, costs)
-        """A step has begun, its parameters are read; `Plan.takes` says what is due in it."""
+        """A step has begun and its parameters are measured; `Plan.takes` returns what is due in it."""
         self.updating: Event[[Any]] = Event(guard, costs)
         """An optimizer is about to step: gradients are read, and clipped. Not for one that is given a closure."""
         self.updated: Event[[Any]] = Event(guard, costs)
@@ -89,13 +92,14 @@ class Events:
         return self.begun, self.updating, self.updated, self.ending, self.rewound
 
     def widen(self) -> None:
-        """Tell every probe of everything, until the next step begins."""
+        """Call every probe at every event, until the next step begins."""
         self.is_wide = True
         for event in self._of_steps:
             event.widen()
 
     def narrow(self, is_wanted: Callable[[Kind], bool]) -> None:
-        """Tell of steps only probes of which a kind is wanted, in this step or by itself in a later one."""
+        """Call at the events of steps only probes with a kind that is wanted now, or may be in a later step by its
+        schedule."""
         self.is_wide = False
 
         def works(name: str) -> bool:
@@ -111,52 +115,74 @@ class ProbeContext:
     """The instruments. A probe decides by `plan`, describes tensors in `table`, and measures with `recording`."""
 
     recording: Recording
+    """Measures tensors into rows of the running step."""
     table: TensorTable
+    """Describes each tensor that may have rows, once; of Sentinel's own kinds."""
     sites: Sites
+    """The tensors that pass the hooks of modules."""
     plan: Plan
+    """Which kinds are due in this step, and which of them at which modules."""
     parameters: WatchedParameters
+    """The parameters that are watched, with their optimizers."""
     chunks: list[Chunk]
+    """The models of this rank, one for each virtual pipeline stage; one where there is no pipeline."""
     events: Events
+    """The moments of a step: a probe subscribes to those at which it works."""
     guard: Guard
+    """Where an exception ends that a probe catches itself; those that it raises end there by themselves."""
     place: Callable[[], Place]
+    """Where this rank stands: its coordinate along each axis of parallelism."""
     step: Callable[[], int]
     """The number of the running step."""
     is_measuring: Callable[[], bool]
-    """Whether a step runs: what is seen outside of one belongs to nobody."""
+    """Whether a step runs that may be measured; tensors seen outside of one belong to no row."""
     log: Callable[[str, Any], None]
     """Note a scalar of the running step under a name: a number, or a 0-dim tensor, which is not waited for. Rules match it
     as `kind: scalar`; what the trainer logs under that name wins."""
     count: Callable[[dict[str, int]], None]
-    """Take note of tensors measured: kind to number (`EndStep.due`)."""
+    """Count the tensors measured in this step: kind -> number (`EndStep.due`)."""
     config: MonitorConfig
     """As it was at attach; what may change while training is in the plan."""
     attempt: RankAttempt
     """The run, its directory, and the attempt."""
     descriptor: Callable[[], Descriptor]
-    """What this rank says of itself, made now: not at every step."""
+    """Returns the descriptor of this rank, made anew: too slow for every step."""
+
+    def modules(self) -> Iterator[tuple[Chunk, str, nn.Module]]:
+        """Yield (chunk, name, module) of each module of this rank, outer ones first: what `watch` takes.
+
+        Names are the trainer's own without those of wrappers; `""` is the chunk itself. On a pipeline each stage counts its
+        layers from 0. To be asked when `events.planned` says so.
+        """
+        for chunk in self.chunks:
+            for name, module in chunk.structure.modules.items():
+                yield chunk, name, module
 
     def look_while(self, name: str, is_wanted: Callable[[], bool], look: Look) -> None:
-        """Let `look` see every tensor that is measured or passes by, while `is_wanted` says so: asked when plans change."""
-        onlookers, mine = self.recording.onlookers, Onlooker(name, look)
+        """Call `look` with every tensor that is measured, or passes a site, while it is wanted.
+
+        name: of the probe. is_wanted: asked whenever the plan changes.
+        """
+        observers, mine = self.recording.observers, Observer(name, look)
 
         def leave() -> None:
-            if mine in onlookers:
-                onlookers.remove(mine)
+            if mine in observers:
+                observers.remove(mine)
 
         def planned() -> None:
             if not is_wanted():
                 leave()
-            elif mine not in onlookers:
-                onlookers.append(mine)
+            elif mine not in observers:
+                observers.append(mine)
 
         self.events.planned.subscribe(name, planned)
         self.events.removed.subscribe(name, leave)
 
     def watch(self, probe: str, chunk: Chunk, name: str, module: nn.Module, call: ForwardCall) -> RemovableHandle:
-        """Call `call(args, kwargs, output, micro_step)` after each counted training forward of a module.
+        """Call `call(args, kwargs, output, micro_step)` after each counted training forward of a module, without gradients.
 
-        Not for recomputes, evaluation, shape inference, copies of the model; what it raises ends at the guard, under the
-        probe's name.
+        probe: its name, for people. `remove()` of what is returned ends it. Not in compiled graphs; not for recomputes,
+        evaluation, shape inference, copies of the model; what it raises ends at the guard, under the probe's name.
         """
         watch = ForwardWatch(self, probe, chunk, name, module, call)
         # The chunk's own hook ends its forward: whoever watches the whole model comes before it.
@@ -183,7 +209,7 @@ class ForwardWatch:
         return self
 
     def __reduce__(self) -> Any:
-        return inert_hook()
+        return stub_hook()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         chunk = self._chunk
@@ -203,4 +229,4 @@ class ForwardWatch:
 
 
 Probe = Callable[[ProbeContext], object]
-"""A class, as a rule: it is given its instruments, and subscribes to the events that it needs."""
+"""A class, as a rule, that is constructed with a ProbeContext and subscribes to the events that it needs."""

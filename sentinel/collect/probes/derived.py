@@ -1,4 +1,5 @@
-"""Entries of what is computed from other entries' tensors: named behind them, placed as they are, in their order."""
+"""DerivedEntries: entries of quantities computed from tensors of other entries, whose name, placement and order they
+have."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ NOTHING_KNOWN: Mapping[str, str] = MappingProxyType({})
 
 
 class DerivedEntries:
-    """The entries of one kind: `name:quantity` beside each `name` that is looked at."""
+    """The entries `name:quantity` of one kind, for each source `name` that the plan selects."""
 
     def __init__(self, context: ProbeContext, kind: Kind, probe: str) -> None:
         self._context = context
@@ -38,10 +39,10 @@ class DerivedEntries:
         shape: tuple[int, ...],
         own: Collection[str] = (),
     ) -> list[TensorEntry]:
-        """Return the entries to be measured now, [] where `source` is not looked at in this step.
+        """Return the entries to be measured now, described; []: the plan does not select `source` in this step.
 
-        All quantities, or those that a target picks by name (`fc1:zero`). shape: of what each row is made of. own: those
-        that depend on which part of the tensor a rank holds: they are kept apart on each rank.
+        quantities: all of them, of which a target may pick some by name (`fc1:zero`). shape: of the values that a row is
+        over. own: quantities that depend on which part of the tensor a rank holds, and so stay one series a rank.
         """
         plan = self._context.plan
         if not plan.takes(self._kind):
@@ -93,21 +94,21 @@ def describe_site(
     shape: tuple[int, ...],
     known: Mapping[str, str] = NOTHING_KNOWN,
 ) -> None:
-    """Describe what is computed inside a module: over the axes it is placed as `shown` is, a tensor that it made.
+    """Describe a quantity computed inside a module, placed over the axes as `shown`, a tensor that the module made.
 
-    Of a plain tensor that is asked of the adapter's table, else of the graph when the forward has ended. known: placements
-    that the probe is sure of itself.
+    The placement of a plain tensor comes from the adapter's table, else from the autograd graph when the forward has ended.
+    shape: of the values that a row is over. known: axis -> placement that the probe knows itself.
     """
     placements = {**context.sites.placements_at(entry, shown, True), **known}
     if placements.get("tp") == "unknown":
-        placements["tp"] = entry.placements.get("tp", "unknown")  # As the graph told before.
+        placements["tp"] = entry.placements.get("tp", "unknown")  # As the graph declared before.
     context.table.describe(entry, shown, placements, "", shape)
     if chunk.in_forward:
         chunk.seen.locals.ask(entry, shown, module, True, Kind(entry.kind) is Kind.ATTENTION)
 
 
 def producer(context: ProbeContext, entry: TensorEntry) -> nn.Module | None:
-    """Return the module whose output an entry is; None where it is no module's."""
+    """Return the module whose output has this entry; None: it is no module's output."""
     for chunk in context.chunks:
         if chunk.vpp_stage == entry.chunk:
             return chunk.structure.modules.get(entry.name.partition(":")[0])

@@ -1,4 +1,4 @@
-"""Where in the whole tensor the piece lies that this rank holds: what a dump needs to be joined without any rank's help."""
+"""Where the piece that this rank holds lies in the whole tensor, so that dumps of all ranks can be joined offline."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _CUT = re.compile(r"[^=,]+=(\d+)")
 def piece_of(
     entry: TensorEntry, local: torch.Tensor, micro_step: int, place: Place, whole: Any, first_n: int | None
 ) -> Piece:
-    """Return what `local` is a piece of.
+    """Return the description of `local`, this rank's piece of a tensor: name, whole shape, and where the piece begins.
 
-    whole: the parameter it belongs to, which says as a DTensor how it is cut; None: there is none.
+    whole: the parameter that the tensor belongs to, a DTensor where it is cut; None: it belongs to none. first_n: indices
+    kept of each dimension; None: all.
     """
     shape = tuple(entry.shape)
     start, flat, why = _where(entry, local, shape, place, whole)
@@ -82,7 +83,7 @@ def _box(whole: Any, shape: tuple[int, ...], local: tuple[int, ...]) -> tuple[in
             continue
         if type(placement).__name__ == "Shard":
             # As torch.chunk cuts: all alike but the last, which may be small or empty.
-            index = kept.get(dim, torch.arange(shape[dim]))
+            index = kept.get(dim, torch.arange(shape[dim], device="cpu"))
             each = -(-len(index) // whole.device_mesh.size(at)) if len(index) else 0
             kept[dim] = index[each * coordinate[at] : each * (coordinate[at] + 1)]
         else:
@@ -107,7 +108,7 @@ def _box(whole: Any, shape: tuple[int, ...], local: tuple[int, ...]) -> tuple[in
 def _one_cut(
     part: str, placements: Mapping[str, str], shape: Sequence[int], local: Sequence[int], place: Place
 ) -> tuple[int, ...] | None:
-    """Return where a DTensor's shard begins that is cut once, along one dimension; None: it cannot be told."""
+    """Return where a DTensor's shard begins that is cut once, along one dimension; None: it is not known."""
     cuts = _CUT.findall(part)
     axes = [axis for axis, word in placements.items() if word == "shard"]
     dims = [dim for dim, (whole, own) in enumerate(zip(shape, local, strict=True)) if whole != own] if cuts else []

@@ -1,4 +1,4 @@
-"""The thread that writes dumps: waits for copies, counts the quota, and leaves no half of a file behind."""
+"""The thread that writes dumps: waits for copies, counts bytes against the quota, and leaves no partial file behind."""
 
 from __future__ import annotations
 
@@ -22,46 +22,49 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint64: "U64", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }  # fmt: skip
-"""Dtype -> as the safetensors format calls it."""
+"""Dtype -> its name in the safetensors format."""
 
 
 @dataclasses.dataclass
 class StepDump:
-    """What one rank dumps of one step."""
+    """The tensors that one rank dumps of one step."""
 
     head: DumpHead
     tensors: dict[str, torch.Tensor]
-    """Name in the file -> a copy on the host, or on its way there."""
+    """Name in the file -> a copy on the host, complete once `events` have happened."""
     events: list[Any]
-    """Of the streams that copy."""
+    """One behind the copies of each accelerator's stream."""
     num_bytes: int
 
 
 class DumpWriter:
     """Writes what `submit` hands over, in order. Its thread begins with the first dump."""
 
-    def __init__(self, run_dir: Path, quota_bytes: int, tell: Callable[[str, str, str], None]) -> None:
-        """tell: (code, message, site): notes something for the log and the daemon."""
+    def __init__(self, run_dir: Path, quota_bytes: int, report: Callable[[str, str, str], None]) -> None:
+        """run_dir: dumps lie below it. quota_bytes: most bytes of dumps that this rank writes, over all attempts.
+
+        report: called with (code, message, site) of what was not written, in the writing thread.
+        """
         self.is_full = False
         """The quota is used up: nothing more need be copied."""
         self.num_written = 0
         """Bytes that no longer wait, written or given up. Only this thread changes it."""
         self._run_dir = run_dir
         self._quota_bytes = quota_bytes
-        self._tell = tell
+        self._report = report
         self._queue: queue.SimpleQueue[StepDump | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._used: int | None = None
 
     def submit(self, dump: StepDump) -> None:
-        """Hand a step over; does not wait."""
+        """Queue the tensors of a step for writing. Does not wait."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sentinel-dump", daemon=True)
             self._thread.start()
         self._queue.put(dump)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what there is and end; False when that took too long."""
+        """Write what is queued and end the thread; return False where that takes more than `timeout_s`."""
         thread, self._thread = self._thread, None
         if thread is None:
             return True
@@ -74,7 +77,7 @@ class DumpWriter:
             try:
                 self._write(dump)
             except Exception as error:
-                self._tell("dump_failed", f"step {dump.head.step}: {type(error).__name__}: {error}", "")
+                self._report("dump_failed", f"step {dump.head.step}: {type(error).__name__}: {error}", "")
             finally:
                 self.num_written += dump.num_bytes
             del dump
@@ -94,7 +97,7 @@ class DumpWriter:
             self._used = total_bytes((self._run_dir / DUMPS).glob(f"attempt*/step*/rank{head.rank}.safetensors"))
         if self._used + num_bytes > self._quota_bytes:
             self.is_full = True
-            self._tell(
+            self._report(
                 "dump_quota",
                 f"step {head.step} is not dumped: {num_bytes} bytes more than the {self._used} there would pass "
                 f"dump.quota_bytes ({self._quota_bytes})",
@@ -105,10 +108,10 @@ class DumpWriter:
         try:
             self._used += write_tensors(path, stored, metadata)
         except FileExistsError:
-            self._tell("dump_failed", f"step {head.step}: {path} is there already and stays as it is", "")
+            self._report("dump_failed", f"step {head.step}: {path} is there already and stays as it is", "")
         except OSError as error:
             code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "dump_failed"
-            self._tell(code, f"step {head.step} is not dumped: {path}: {error.strerror or error}", "dump")
+            self._report(code, f"step {head.step} is not dumped: {path}: {error.strerror or error}", "dump")
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

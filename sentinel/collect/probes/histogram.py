@@ -11,7 +11,7 @@ import torch
 from sentinel.collect.hooks.loss_scale import carried
 from sentinel.collect.parallel.placements import local_of
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.probes.pieces import ROOM, side_by_side
+from sentinel.collect.probes.piecewise_rows import ROOM, side_by_side
 from sentinel.collect.rows.buffer import DGRAD_KINDS, UNDIVIDED_KINDS, scaled_kinds
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.kinds import MEASURED_KINDS
@@ -31,7 +31,7 @@ FOLD_AT = 512
 
 
 class Histogram:
-    """Looks at every tensor that is measured, for as long as one kind's schedule says `histogram: true`."""
+    """Counts every measured tensor of a kind into bins, in the steps in which its schedule says `histogram: true`."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -48,7 +48,7 @@ class Histogram:
         return bool(self._kinds)
 
     def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Count one tensor's elements, if its kind and this step are asked for. Does not wait."""
+        """Count the elements of one tensor, if this step wants a histogram of its kind. Does not wait."""
         if entry.kind not in self._kinds or not self._context.plan.measures(entry, Kind(entry.kind)):
             return
         with torch.no_grad():
@@ -69,7 +69,7 @@ class Histogram:
         rows = self._context.recording.rows
         if not isinstance(rows.grad_scale, torch.Tensor) and rows.grad_scale != 1.0:  # DeepSpeed's.
             return rows.grad_scale if kind in scaled_kinds(rows.wgrads_are_scaled) else 1.0
-        own = getattr(self._context.parameters.holding, "loss_scale", None)  # Megatron's, which reads them unscaled.
+        own = getattr(self._context.parameters.storage, "loss_scale", None)  # Megatron's, which reads them unscaled.
         return own if own is not None and kind in UNDIVIDED_KINDS else 1.0
 
     def _fold(self) -> None:
@@ -114,6 +114,6 @@ def _tallied(bins: torch.Tensor) -> torch.Tensor:
 
 
 def tallied_in_order(bins: torch.Tensor) -> torch.Tensor:
-    """As `_tallied`, without atomic additions: where torch was told to be deterministic, it refuses the other way."""
+    """As `_tallied`, without atomic additions: torch refuses those where `use_deterministic_algorithms` is on."""
     edges = torch.arange(NUM_BINS + 2, dtype=bins.dtype, device=bins.device)
     return torch.searchsorted(bins.sort()[0], edges).diff()

@@ -1,4 +1,4 @@
-"""The optimizer's moments, read behind its step: one multi-tensor pass over what it keeps for each parameter."""
+"""The optimizer's first and second moments, read after its step in one multi-tensor pass over all parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OptimizerState:
                     continue  # In another layout than the parameter's: blocks of eight bits, factors.
                 if not is_dense(tensor):
                     message = f"{one.entry.name}: {kind.label} is sparse, and not measured"
-                    self._recording.tell("unsupported", message, f"{kind.label} {one.entry.name}")
+                    self._recording.report("unsupported", message, f"{kind.label} {one.entry.name}")
                     continue
                 local = local_of(tensor).detach()
                 entry = self._table.entry(one.entry.chunk, one.entry.name, kind)

@@ -14,7 +14,9 @@ ENTRY_POINTS = "sentinel.probes"
 
 
 def outside_probes(names: Sequence[str]) -> list[Probe]:
-    """Return the probes that are named, in that order; ConfigError for one that no package offers, or that cannot be loaded.
+    """Return the probes that are named, in that order.
+
+    ConfigError for one that no package offers, or that cannot be loaded.
 
     names: `MonitorConfig.outside_probes`.
     """
@@ -38,10 +40,10 @@ def outside_probes(names: Sequence[str]) -> list[Probe]:
 
 
 def made(probes: Sequence[Probe], context: ProbeContext) -> Iterator[object]:
-    """Yield what the probes make of their instruments; one that raises is reported and left out, the others go on."""
+    """Yield each probe constructed with the context; one that raises is reported and left out, the others go on."""
     for probe in probes:
         try:
             yield probe(context)
         except Exception as error:  # another package's code may fail in any way
             name = getattr(probe, "__qualname__", repr(probe))
-            context.guard(f"probe {name}", error, probe=name)
+            context.guard(name, error, probe=name, lost=f"probe {name} measures nothing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sentinel.collect.kernels.pieces import in_storage_order, is_dense, pieces, plain
+from sentinel.collect.kernels.tensor_memory import in_storage_order, is_dense, pieces, plain
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import DerivedEntries
 from sentinel.collect.probes.prepared_rows import observe_some, share_words, write_rows
@@ -22,11 +22,11 @@ QUANTITIES = (
 )  # fmt: skip
 
 CHUNK = 1 << 20
-"""Elements looked at in one go: 4 MiB of fp32."""
+"""Elements converted at a time: 4 MiB of fp32."""
 
 
 class Precision:
-    """Looks at every tensor that is measured, and at activations and their gradients besides, as they lie in memory.
+    """Counts, of every tensor that is measured and of all activations and their gradients, what each format would lose.
 
     Rows `NAME:KIND.fp16_underflow` and so on are over the finite elements, 1 where the format loses one: their mean is the
     share, and shares of shards merge. `NAME:KIND.dynamic_range` is log2 of the largest over the smallest nonzero magnitude,
@@ -68,7 +68,9 @@ class Precision:
 
 
 def look_closely(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ([8, 12] int64 words of the shares among QUANTITIES, [1] dynamic range, [1] whether there is one) of a tensor.
+    """Return ([8, 12] int64 words of the shares among QUANTITIES, [1] dynamic range, [1] whether it is defined) of a tensor.
+
+    The dynamic range is log2 of the largest over the smallest nonzero magnitude. Does not wait for an accelerator.
 
     Source of the definitions: TransformerEngine's debug statistics (underflows, overflows, dynamic_range); shares there are
     of all elements too.
@@ -92,7 +94,7 @@ def look_closely(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _look(size: torch.Tensor, lost: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Add what a piece loses, widen its range, return the number of its finite elements. No look at values on the host."""
+    """Add what a piece loses, widen its range, and return the number of its finite elements. Reads no value on the host."""
     is_finite = size.isfinite()
     size = size.masked_fill_(~is_finite, 0.0)
     some = torch.where(size == 0.0, torch.inf, size)

@@ -1,4 +1,4 @@
-"""Rows whose statistics a probe forms itself: of shares, of the elements that count. Small tensors; nothing waits."""
+"""Rows whose statistics a probe computes itself: of shares, or of some elements of a small tensor. Nothing waits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _COUNT, _MEAN, _M2, _M3, _M4, _MIN, _MAX, _NAN, _POS_INF, _NEG_INF, _ZERO, _ = r
 
 
 def share_words(hits: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
-    """Return [n, 12] int64 words: for each of `hits`, [n] integers, the statistics of `total` ones (where it hit) and zeros.
+    """Return [n, 12] int64 words: row i has the statistics of `total` elements, of which hits[i] are 1 and the others 0.
 
-    So a share is a row's mean, and shares of shards, ranks and micro-steps of any sizes merge exactly.
+    hits: [n] integers. The mean of such a row is the share, so that shares of shards, ranks and micro-steps of any size
+    merge exactly.
     """
     if hits.is_cpu:
         return torch.from_numpy(_host_shares(hits.numpy().astype(np.int64), int(total)))
@@ -38,7 +39,7 @@ def _host_shares(hits: np.ndarray, total: int) -> np.ndarray:
 
 
 def device_shares(hits: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor:
-    """As `share_words`, on any device: some twenty small launches."""
+    """As `share_words`, on any device, in some twenty small launches."""
     hits = hits.to(torch.int64)
     words = torch.zeros((hits.numel(), WORDS), dtype=torch.int64, device=hits.device)
     real = words.view(torch.float64)
@@ -61,8 +62,8 @@ def device_shares(hits: torch.Tensor, total: torch.Tensor | int) -> torch.Tensor
 def moments_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Return [1, 12] int64 words: the statistics of a small tensor's elements.
 
-    counts: of the same shape, whether an element counts at all (None: every one); where nobody may wait for the device, what
-    does not count cannot be left out before. Two passes in float64.
+    counts: of the same shape, bool, which elements count; None: all. Selecting them before would wait for the device. Two
+    passes in float64.
     """
     words = torch.zeros((1, WORDS), dtype=torch.int64, device=values.device)
     real = words.view(torch.float64)
@@ -96,7 +97,7 @@ def moments_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> t
 
 
 def write_rows(recording: Recording, entries: Sequence[TensorEntry], words: torch.Tensor, micro_step: int) -> None:
-    """Make each row of words, [n, 12] int64 on any device, a row of the running step."""
+    """Write words, [n, 12] int64 on any device, as n rows of the running step, one for each entry."""
     first = recording.reserve_all(entries, [0] * len(entries), micro_step)
     recording.rows.stats_on(words.device, first, len(entries)).copy_(words)
 
@@ -104,7 +105,7 @@ def write_rows(recording: Recording, entries: Sequence[TensorEntry], words: torc
 def observe_some(
     recording: Recording, entry: TensorEntry, values: torch.Tensor, counts: torch.Tensor | None, micro_step: int
 ) -> None:
-    """Make a row of the elements of a small tensor that count; None: all of them."""
+    """Write one row of the elements of a small tensor. counts: of the same shape, bool, which count; None: all."""
     if not values.is_cpu:
         write_rows(recording, [entry], moments_words(values, counts), micro_step)
     else:

@@ -1,4 +1,4 @@
-"""Raw tensors: each rank writes what it holds of the tensors that are measured, where config or a command asks for it."""
+"""Raw tensors: each rank writes its part of the measured tensors that the config or a command selects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from sentinel.collect.hooks.chunk import Chunk
-from sentinel.collect.kernels.pieces import plain
+from sentinel.collect.kernels.tensor_memory import plain
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.dump_pieces import piece_of
 from sentinel.collect.probes.dump_writer import DTYPES, DumpWriter, StepDump
-from sentinel.collect.rows.recording import Onlooker
+from sentinel.collect.rows.recording import Observer
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.collect.schedule.dump_requests import DumpRequests
 from sentinel.collect.schedule.wishes import Dump, Request
@@ -25,7 +25,7 @@ CLOSE_S = 5.0
 
 
 class TensorDump:
-    """Copies tensors as they are shown, and hands them to the writer when the step ends. Waits for nothing."""
+    """Copies the tensors that requests select as they pass, and hands them to the writer when the step ends. Never waits."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -33,8 +33,8 @@ class TensorDump:
         self._recording = context.recording
         config = context.config.dump
         self._in_flight_bytes = config.in_flight_bytes
-        tell = functools.partial(_tell, context)
-        self._writer = DumpWriter(context.attempt.directory, config.quota_bytes, tell)
+        report = functools.partial(_report, context)
+        self._writer = DumpWriter(context.attempt.directory, config.quota_bytes, report)
         self._num_taken = 0
         """Bytes ever copied; those that wait are the ones the writer has not counted."""
         self._pieces: dict[str, Piece] = {}
@@ -52,7 +52,7 @@ class TensorDump:
                 for_steps=None if last is None else last - config.start_step + 1, step_interval=config.step_interval,
                 dump=Dump(first_n=config.first_n),
             )  # fmt: skip
-        self._onlooker = Onlooker("dump", self._look)
+        self._observer = Observer("dump", self._look)
         events = context.events
         events.planned.subscribe("dump", self._planned)
         events.ending.subscribe("dump", self._end)
@@ -60,20 +60,20 @@ class TensorDump:
         events.removed.subscribe("dump", self._remove)
 
     def _planned(self) -> None:
-        onlookers = self._recording.onlookers
+        observers = self._recording.observers
         if self._requests.may_come and not self._is_installed:
             self._is_installed = True
-            onlookers.append(self._onlooker)
+            observers.append(self._observer)
         elif not self._requests.may_come and self._is_installed:
             self._is_installed = False
-            onlookers.remove(self._onlooker)
+            observers.remove(self._observer)
 
     def _remove(self) -> None:
         if self._is_installed:
             self._is_installed = False
-            self._recording.onlookers.remove(self._onlooker)
+            self._recording.observers.remove(self._observer)
         if not self._writer.close(CLOSE_S):
-            _tell(self._context, "dump_failed", f"dumps were still on their way to the disk after {CLOSE_S:g} s", "close")
+            _report(self._context, "dump_failed", f"dumps were still on their way to the disk after {CLOSE_S:g} s", "close")
 
     def _look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Take a tensor that a request of this step means."""
@@ -116,7 +116,7 @@ class TensorDump:
         self._asked.update(dict.fromkeys(one.command for one in requests if one.command))
 
     def _param(self, entry: TensorEntry) -> Any:
-        """Return the parameter that an entry is about: it says how it is cut."""
+        """Return the parameter that an entry belongs to, for its placements; None: it belongs to none."""
         if Kind(entry.kind) in FORWARD_KINDS or Kind(entry.kind) in BACKWARD_KINDS:
             return None
         if self._params is None:
@@ -138,25 +138,25 @@ class TensorDump:
         """Hand the step over."""
         self._params = None
         if self._is_installed and self._requests.due:
-            self._tell_unseen()
+            self._report_unseen()
         if not self._pieces and not self._left_out:
             return
         if self._left_out:
             key, why = next(iter(self._left_out.items()))
             message = f"{len(self._left_out)} tensors of a step are not dumped, the first {key}: {why}"
-            _tell(self._context, "dump_incomplete", message, why[:60])
+            _report(self._context, "dump_incomplete", message, why[:60])
         if self._pieces:
             self._writer.submit(StepDump(self._head(), self._tensors, _events(self._tensors.values()), self._num_bytes))
         self._pieces, self._tensors, self._left_out, self._asked = {}, {}, {}, {}
         self._first_n, self._num_bytes = 0, 0
 
-    def _tell_unseen(self) -> None:
-        """Say which kinds were asked for everywhere and shown nowhere: inside a compiled graph, say."""
+    def _report_unseen(self) -> None:
+        """Report kinds that were requested of all modules and passed nowhere: those inside a compiled graph, for example."""
         seen = {piece.kind for piece in self._pieces.values()} | {key.partition("/")[0] for key in self._left_out}
         wanted = {kind.label for one in self._requests.due if not one.targets for kind in one.kinds}
         for label in sorted(wanted - seen):
             message = f"a dump of {label} was asked for, and this step showed no such tensor in eager code"
-            _tell(self._context, "dump_empty", message, label)
+            _report(self._context, "dump_empty", message, label)
 
     def _head(self) -> DumpHead:
         descriptor = self._context.descriptor()
@@ -169,15 +169,15 @@ class TensorDump:
         )  # fmt: skip
 
 
-def _tell(context: ProbeContext, code: str, message: str, site: str) -> None:
-    context.recording.tell(code, message, site, context.step())
+def _report(context: ProbeContext, code: str, message: str, site: str) -> None:
+    context.recording.report(code, message, site, context.step())
 
 
 def _copied(part: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host, or a pinned one on its way there: the trainer writes into its own tensor soon."""
     if part.device.type == "cpu":
         return part.clone(memory_format=torch.contiguous_format)
-    pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+    pinned = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(part, non_blocking=True)
 
 

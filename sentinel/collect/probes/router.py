@@ -31,11 +31,11 @@ from sentinel.target import Target
 
 AT_ONCE = ("logits", "entropy", "margin", "relative_margin", "aux_loss", "weight_similarity", "bias")
 AT_END = ("load", "max_over_mean", "inactive", "balance", "coupling", "alignment")
-"""Quantities of the tokens of a whole step."""
+"""Quantities over the tokens of a whole step, written when it ends."""
 
 
 class WatchedRouter:
-    """One router while it is watched."""
+    """One router whose forwards are measured."""
 
     def __init__(self, chunk: Chunk, router: Router) -> None:
         self.chunk = chunk
@@ -44,7 +44,7 @@ class WatchedRouter:
         """What its gate gave out last, on its way to the router's own end."""
         self.entries: dict[str, TensorEntry] = {}
         self.step = -1
-        """The step in which its weight was looked at."""
+        """The step in which its weight was measured last."""
         self.was_called = False
         """A forward of it was seen: it is not compiled."""
 
@@ -119,14 +119,14 @@ class RouterProbe:
     # -- rows -----------------------------------------------------------------------------------------------------------
 
     def keep_logits(self, one: WatchedRouter, output: Any) -> None:
-        """A gate inside a router has ended."""
+        """Called when the gate inside a router has returned: keep its logits until the router returns."""
         if self._context.plan.takes(Kind.ROUTER) and isinstance(output, torch.Tensor):
             one.logits = local_of(output.detach())
 
     def routed(
         self, one: WatchedRouter, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int
     ) -> None:
-        """A router has ended."""
+        """Called when a router has returned: measure its logits, scores and decisions."""
         logits, one.logits, one.was_called = one.logits, None, True
         plan = self._context.plan
         if not plan.takes(Kind.ROUTER):
@@ -139,7 +139,7 @@ class RouterProbe:
         if logits is None:
             logits = returned_logits(output, router.num_experts)
         if logits is None or logits.shape[-1] != router.num_experts or not logits.numel():
-            self._context.recording.tell(
+            self._context.recording.report(
                 "blind_probe", f"router {router.name} shows no logits of {router.num_experts} experts", router.name,
                 self._context.step(),
             )  # fmt: skip
@@ -236,17 +236,17 @@ class RouterProbe:
             self._context.count({"router": self._num_rows})
         self._num_rows = 0
         if self._context.plan.takes(Kind.ROUTER):
-            self._tell_blind()
+            self._report_blind()
 
-    def _tell_blind(self) -> None:
-        tell, step = self._context.recording.tell, self._context.step()
+    def _report_blind(self) -> None:
+        report, step = self._context.recording.report, self._context.step()
         for one in self._watched:
             if not one.was_called and one.chunk.num_forwards:
                 reported = f"router {one.router.name} was not seen at work: it is compiled, or not used"
-                tell("blind_probe", reported, one.router.name, step)
+                report("blind_probe", reported, one.router.name, step)
         if not self._watched and self._context.place().pp_size == 1:
             reported = "routers are to be measured, but no module looks like one; name them as targets of router"
-            tell("blind_probe", reported, "router", step)
+            report("blind_probe", reported, "router", step)
 
     def _entry(self, one: WatchedRouter, quantity: str) -> TensorEntry:
         entry = one.entries.get(quantity)
@@ -266,7 +266,7 @@ class RouterProbe:
     # -- auxiliary losses that are no router's output ---------------------------------------------------------------------
 
     def whole_ended(self, chunk: Chunk, output: Any, micro_step: int) -> None:
-        """The chunk's forward has ended: Hugging Face models return their auxiliary loss beside the loss."""
+        """Called when a chunk's forward has returned: measure the auxiliary loss that Hugging Face models return."""
         loss = getattr(output, "aux_loss", None)
         if isinstance(loss, torch.Tensor) and loss.dim() == 0:
             loss = loss.detach().view(1)
@@ -308,7 +308,7 @@ class RouterProbe:
 
 
 class _InnerGateHook:
-    """What is called when the gate inside a router has ended."""
+    """Forward hook of the gate inside a router."""
 
     def __init__(self, probe: RouterProbe, one: WatchedRouter) -> None:
         self.probe, self.one = probe, one
@@ -318,14 +318,14 @@ class _InnerGateHook:
 
 
 class _RouterHook(_InnerGateHook):
-    """What is called when a router has ended."""
+    """Forward hook of a router."""
 
     def ended(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:
         self.probe.routed(self.one, args, kwargs, output, micro_step)
 
 
 class _Root:
-    """What is called when a chunk has ended."""
+    """Forward hook of a chunk's root."""
 
     def __init__(self, probe: RouterProbe, chunk: Chunk) -> None:
         self.probe, self.chunk = probe, chunk
@@ -336,7 +336,7 @@ class _Root:
 
 
 def _shown(output: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a router's output that is placed as its tokens are, with a graph that tells how."""
+    """Return a tensor of a router's output that is placed as its tokens, with the autograd graph that shows how."""
     values = output if isinstance(output, (list, tuple)) else [output]
     for one in values:
         if isinstance(one, torch.Tensor) and one.requires_grad and one.dim():

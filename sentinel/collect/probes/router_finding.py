@@ -18,7 +18,7 @@ GATES = frozenset({"gate", "router", "wg", "gating", "gate_network", "gating_net
 """Last parts of names that a router may have."""
 CLASSES = re.compile(r"router|top\w*gat|moe\w*gat|tokenchoice|expertchoice|^gat(e|ing)$", re.IGNORECASE)
 SURE = re.compile(r"router|top\w*gat|moe\w*gat|tokenchoice|expertchoice", re.IGNORECASE)
-"""Classes that are routers whatever is beside them."""
+"""Names of classes that are routers whether or not experts are beside them."""
 NUM_EXPERTS = (
     "num_experts", "n_routed_experts", "num_local_experts", "n_experts", "num_moe_experts", "moe_num_experts",
     "num_routed_experts",
@@ -44,7 +44,7 @@ class Router:
     name: str
     module: nn.Module
     holder: nn.Module | None
-    """The module that it is a child of: it may know what the router does not."""
+    """Its parent module, which may have attributes (top_k, the experts) that the router lacks."""
     num_experts: int
     top_k: int
     """Experts of each token; 0: not known."""
@@ -54,7 +54,7 @@ class Router:
     """The linear layer whose output are the logits: the router itself, or one inside; None: it has a weight of its own."""
 
     def bias(self) -> torch.Tensor | None:
-        """Return what is added to the scores, or to the logits, of each expert: [num_experts]."""
+        """Return what is added to the scores, or to the logits, of each expert: [num_experts]; None: nothing."""
         sources = (self.module, self.holder)
         places = [(source, word) for word in BIASES for source in sources] + [(self.gate or self.module, "bias")]
         for source, word in places:
@@ -64,7 +64,7 @@ class Router:
         return None
 
     def has_choice_bias(self) -> bool:
-        """Whether experts are chosen by other numbers than the scores."""
+        """Whether it has a bias per expert, so that experts are chosen by other numbers than the scores."""
         return any(isinstance(getattr(source, word, None), torch.Tensor) for word in BIASES for source in _two(self))
 
     def weight(self) -> torch.Tensor | None:
@@ -84,7 +84,8 @@ def _two(router: Router) -> tuple[nn.Module | None, nn.Module | None]:
 def find_routers(modules: Mapping[str, nn.Module], is_named: Callable[[str], bool] = lambda name: False) -> list[Router]:
     """Return the routers among the modules of a chunk, name to module, outer ones before those inside them.
 
-    is_named: whether a target names this very module: then it is a router if it only has an output for each expert.
+    is_named: returns whether a target names this very module; such a one is a router if its output is as wide as experts are
+    many.
     """
     found: dict[str, Router] = {}
     for name, module in modules.items():
@@ -136,7 +137,7 @@ def _numbers(words: tuple[str, ...], module: nn.Module, holder: nn.Module | None
 
 
 def _scoring(module: nn.Module, holder: nn.Module | None) -> str:
-    """Return how logits become scores: as an attribute says, else as the code that computes them calls it."""
+    """Return how logits become scores: by an attribute, else by the functions that the module's code calls."""
     for source in _sources(module, holder):
         for word in SCORING:
             value = getattr(source, word, None)
@@ -170,7 +171,8 @@ def _gate(module: nn.Module, reported: list[int]) -> nn.Module | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer: of torch, or anybody's that looks like one."""
+    """Return whether it is a linear layer: torch's, or one with `linear` in the name of its class and a weight of two
+    dimensions."""
     if isinstance(module, nn.Linear):
         return True
     weight = getattr(module, "weight", None)
@@ -178,7 +180,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _width(module: nn.Module, reported: list[int]) -> int:
-    """Return the number of outputs; what is told where the module does not show it."""
+    """Return the number of outputs; what the caller gives where the module does not show it."""
     out = getattr(module, "out_features", None)
     if isinstance(out, int):
         return out

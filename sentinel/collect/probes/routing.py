@@ -1,4 +1,4 @@
-"""What a router decided: loads, entropies and margins, from its logits and what it returned. Nothing waits for a device."""
+"""Loads, entropies and margins of a router's decisions, from its logits and its output. Nothing waits for a device."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ BLOCK = 1 << 20
 
 @dataclasses.dataclass
 class Decisions:
-    """The decisions of one forward, for all its tokens."""
+    """The decisions of one forward, over all its tokens."""
 
     entropy: torch.Tensor
-    """[tokens] nats, of the normalized scores."""
+    """[tokens] entropy of the normalized scores, in nats."""
     margin: torch.Tensor | None
     """[tokens] score of the last expert chosen less that of the first not chosen; None: none is left out, or not known."""
     relative_margin: torch.Tensor | None
-    """[tokens] the same over the score of the last expert chosen."""
+    """[tokens] `margin` divided by the score of the last expert chosen."""
     scores: torch.Tensor
     """[experts] float64: normalized scores, summed over tokens."""
     preferred: torch.Tensor | None
-    """[experts] int64: tokens whose k best scores have it."""
+    """[experts] int64: number of tokens whose k best scores include the expert."""
 
 
 def decide(logits: torch.Tensor, top_k: int, scoring: str) -> Decisions:
-    """Return what logits, [tokens, experts] of any float type, decide. top_k: 0 where not known.
+    """Return the decisions that follow from logits.
 
-    Scores that are no softmax are made to sum to 1, as for an auxiliary loss.
+    logits: [tokens, experts] of any float type. top_k: experts of a token; 0: not known. scoring: `softmax`, `sigmoid` or
+    `sqrtsoftplus`; scores of the latter two are divided by their sum, as for an auxiliary loss.
     """
     num_experts = logits.shape[1]
     has_boundary = 0 < top_k < num_experts
@@ -56,7 +57,7 @@ def decide(logits: torch.Tensor, top_k: int, scoring: str) -> Decisions:
 
 
 def normalized(logits: torch.Tensor, scoring: str) -> torch.Tensor:
-    """Return scores that sum to 1 for each token."""
+    """Return the scores of logits, [tokens, experts], that sum to 1 for each token. scoring: as in `decide`."""
     if scoring == "softmax":
         return torch.softmax(logits, -1)
     scores = logits.sigmoid() if scoring == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
@@ -64,7 +65,10 @@ def normalized(logits: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def load_of(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return how many tokens have each expert among theirs, [experts] int64. indices: [tokens, k]; others mean none."""
+    """Return the number of tokens routed to each expert, [experts] int64.
+
+    indices: [tokens, k]; others than experts' are none.
+    """
     load = torch.zeros(num_experts, dtype=torch.int64, device=indices.device)
     for block in torch.split(indices, max(1, BLOCK // num_experts)):
         # A dropped token has an index past the end, and an index past the end is the end of a CUDA context.
@@ -75,9 +79,9 @@ def load_of(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def returned_load(output: Any, num_experts: int, top_k: int, num_tokens: int) -> torch.Tensor | None:
-    """Return the load that a router's output tells, [experts] int64: as indices, a map of its decisions, or counts.
+    """Return the load, [experts] int64, that a router's output contains as indices, as a map of decisions, or as counts.
 
-    None: it tells none of them.
+    None: the output contains none of them.
     """
     tensors = [one.detach() for one in _tensors(output)]
     whole = [one for one in tensors if not one.is_floating_point() and one.dtype is not torch.bool]
@@ -103,7 +107,7 @@ def returned_load(output: Any, num_experts: int, top_k: int, num_tokens: int) ->
 
 
 def returned_logits(output: Any, num_experts: int) -> torch.Tensor | None:
-    """Return the first float tensor of a router's output with a value for each expert, as [tokens, experts]."""
+    """Return the first float tensor of a router's output with a value for each expert, as [tokens, experts]; None: none."""
     for one in _tensors(output):
         if one.is_floating_point() and one.dim() > 1 and one.shape[-1] == num_experts:
             return one.detach().reshape(-1, num_experts)
@@ -111,7 +115,7 @@ def returned_logits(output: Any, num_experts: int) -> torch.Tensor | None:
 
 
 def returned_losses(output: Any) -> list[torch.Tensor]:
-    """Return the lone float values beside what a router returns: auxiliary losses."""
+    """Return the 0-dim float tensors in a router's output, which are auxiliary losses; []: there are none."""
     if isinstance(output, torch.Tensor):
         return []
     return [one.detach() for one in _tensors(output) if one.is_floating_point() and one.dim() == 0]
@@ -132,7 +136,7 @@ def _tensors(value: Any, nesting: int = 0) -> Iterator[torch.Tensor]:
 
 
 def balance_of(load: torch.Tensor) -> torch.Tensor:
-    """Return E * sum((p - 1/E)**2) of a load, [experts], 0-dim float64: 0 where all have as much, E - 1 at the worst.
+    """Return E * sum((p - 1/E)**2) of a load, [experts], as 0-dim float64: 0 for an even load, E - 1 where one has all.
 
     Source: Megatron-LM's tensor metrics (router_metrics.py), load imbalance.
     """
@@ -141,8 +145,10 @@ def balance_of(load: torch.Tensor) -> torch.Tensor:
 
 
 def coupling_of(load: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (coupling, alignment) of assignments and scores: E times the inner product of how far both are from even, and
-    its cosine; 0 where either is even. 0-dim float64.
+    """Return (coupling, alignment) of the load and the summed scores, [experts] each, as 0-dim float64.
+
+    Coupling is E times the inner product of their deviations from an even distribution, alignment the cosine of the two;
+    0 where either is even.
 
     Source: as `balance_of`; there of single sequences, here of all tokens of a rank's step.
     """
@@ -153,13 +159,16 @@ def coupling_of(load: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def shares(load: torch.Tensor) -> torch.Tensor:
-    """Return float64 values that sum to 1 (to 0 where there is nothing)."""
+    """Return values divided by their sum, float64; zeros where the sum is 0."""
     wide = load.double()
     return wide / wide.sum().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def similarity(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cosine between the weights of each two experts, which of them count): [experts, experts], each pair once."""
+    """Return (cosines between the weights of all pairs of experts, which of them count), [experts, experts] each.
+
+    weight: [experts, width]. Each pair of different experts counts once.
+    """
     rows = weight.float()
     rows = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=1e-30)
     cosine = rows @ rows.T

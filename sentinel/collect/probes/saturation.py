@@ -19,17 +19,18 @@ MARGIN = 0.01
 (1/256) miss it; too large: outputs that still answer to their input count as saturated."""
 
 Flat = tuple[tuple[float, float], ...]
-"""Intervals, both ends included, of outputs where the function hardly answers any more."""
+"""Intervals of outputs, both ends included, in which the function is nearly constant."""
 
 _BELOW = {"gelu": -0.17, "silu": -0.2785, "swish": -0.2785, "mish": -0.3088}
 """Least value of functions that come back to zero on their negative side."""
 
 
 class SaturationProbe:
-    """Counts, for each activation, what is flat in it. Each row is over elements (or units) that are 1 or 0: shares merge.
+    """Counts zero elements, dead units and saturated elements of each activation. Rows are over ones and zeros: shares
+    merge.
 
-    But for those that depend on which tokens a rank has: `dead`, and `saturated` where the tensor's own largest value is the
-    measure. Those stay one series a rank wherever ranks hold different parts.
+    `dead`, and `saturated` by the tensor's own largest value, depend on which tokens a rank has: they stay one series a rank
+    where ranks hold different parts.
 
     `M:zero`: elements that are exactly 0. `M:dead`: units (channels) that were 0 for every token of the step.
     `M:saturated`: elements within 1 % of the limits of their function's range; where it has none, or no module is known to
@@ -45,7 +46,7 @@ class SaturationProbe:
         context.events.ending.subscribe("saturation", self._end)
 
     def look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Count in an activation. Reads it some five times; does not wait."""
+        """Count the flat elements of one activation. Reads it some five times; does not wait."""
         if entry.kind != Kind.ACTIVATION:
             return
         module = producer(self._context, entry)
@@ -86,7 +87,10 @@ class SaturationProbe:
 
 
 def flat_of(module: nn.Module | None) -> Flat | None:
-    """Return where the outputs of an activation function are flat; None where the module is none, or has no limits."""
+    """Return the intervals of outputs in which an activation function is flat.
+
+    None: no such function, or it has no limits.
+    """
     if module is None:
         return None
     name = type(module).__name__.lower()
@@ -128,7 +132,7 @@ def largest_of(view: torch.Tensor) -> torch.Tensor:
 def num_flat(view: torch.Tensor, flat: Flat | None, largest: torch.Tensor) -> torch.Tensor:
     """Return how many elements lie in the intervals, 0-dim int64; None: within MARGIN of the tensor's largest magnitude.
 
-    largest: of each channel; a channel that holds what is not finite has no say in it.
+    largest: of each channel; a channel with a non-finite value is left out.
     """
     found = torch.zeros((), dtype=torch.int64, device=view.device)
     if flat is not None:

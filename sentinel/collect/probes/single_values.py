@@ -1,4 +1,4 @@
-"""Rows of one value each: ratios, norms, shares that were formed on the device. Nothing waits."""
+"""Rows of one value each: ratios, norms and shares computed on the device. Nothing waits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COUNT, _MEAN, _, _, _, _MIN, _MAX, NUM_NAN, _POS_INF, _NEG_INF, _ZERO, _ = rang
 
 
 def value_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """Return [n, 12] int64 words, for each of `values`, [n], the statistics of that one element.
+    """Return [n, 12] int64 words: row i has the statistics of the single element values[i], [n] of any float type.
 
-    counts: [n] bool, whether it is defined at all: else the row is that of nothing, which nobody judges. None: all are.
+    counts: [n] bool, whether the value is defined; the row of one that is not has count 0. None: all are.
     """
     wide = values.detach().double()
     words = torch.zeros((values.numel(), WORDS), dtype=torch.int64, device=values.device)
@@ -37,9 +37,10 @@ def value_words(values: torch.Tensor, counts: torch.Tensor | None = None) -> tor
 def observe_words(
     recording: Recording, entries: Sequence[TensorEntry], words: torch.Tensor, rows: dict[int, int], flags: int = 0
 ) -> None:
-    """Make row i of words, [n, 12] int64 on any device, the row of entries[i] in the running step.
+    """Write row i of words, [n, 12] int64 on any device, as the row of entries[i] in the running step.
 
-    rows: id of an entry -> its row, where the step has one already: it is written anew.
+    rows: id of an entry -> number of the row that the step has of it already, which is overwritten; new ones are added.
+    flags: of the rows.
     """
     fresh = [at for at, entry in enumerate(entries) if entry.id not in rows]
     first = recording.reserve_all([entries[at] for at in fresh], [flags] * len(fresh))

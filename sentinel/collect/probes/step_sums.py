@@ -19,11 +19,11 @@ Parts = tuple[torch.Tensor, ...]
 
 
 class Summed(NamedTuple):
-    """What was added under one entry, of tensors of one width."""
+    """The sums of one entry over a step, of tensors of one width."""
 
     parts: Parts
     size: int
-    """Elements that were added up."""
+    """Number of elements that were summed."""
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class _Sum:
 
 
 class StepSums:
-    """For each entry, and each width that its tensors had: the sum of what was added in this step."""
+    """Sums over the running step, for each entry and each width that its tensors had."""
 
     def __init__(self, context: ProbeContext, probe: str) -> None:
         self._context = context
@@ -57,7 +57,10 @@ class StepSums:
         context.events.rewound.subscribe(probe, self._rewind)
 
     def add(self, entry: TensorEntry, micro_step: int, parts: Parts, size: int) -> None:
-        """Add to the sums of an entry; `parts` are kept, and not written into."""
+        """Add parts, tensors on a device, to the sums of an entry; they are kept, and not written into.
+
+        size: elements in them.
+        """
         key = entry.id, parts[0].shape
         kept = self._sums.get(key)
         if kept is None:
@@ -75,7 +78,10 @@ class StepSums:
                 kept.parts, kept.size = None, 0
 
     def take(self) -> Iterator[tuple[TensorEntry, list[Summed]]]:
-        """Yield (entry, its sums, widths in the order in which they came) of the step that ends; begin with nothing."""
+        """Yield (entry, its sums, one for each width in the order of their first tensor) of the step that ends.
+
+        The next step begins with none.
+        """
         sums, self._sums = self._sums, {}
         self._began = {}
         found: dict[int, tuple[TensorEntry, list[Summed]]] = {}
@@ -87,6 +93,9 @@ class StepSums:
         yield from found.values()
 
     def place_last_row(self, entry: TensorEntry) -> None:
-        """Have the row written last, made of an entry's sum, say when that began: at the step's end it would come of all."""
+        """Set the call_id of the row written last to that of the first tensor in the entry's sums.
+
+        The call_id of the step's end would have the row depend on all that came before.
+        """
         rows = self._context.recording.rows
         rows.array["call_id"][rows.num_rows - 1] = self._began[entry.id]

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer steps, as it holds them: what all probes of its work go through."""
+"""Stepped: the parameters that an optimizer steps, with gradient, state and the piece that this rank holds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from sentinel.record import Kind
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-    """One parameter of the model, and what its optimizer has for it on this rank."""
+    """One parameter of the model, with what its optimizer keeps for it on this rank."""
 
     one: Parameter
     param: torch.Tensor
-    """What the optimizer steps; may be a DTensor."""
+    """The tensor that the optimizer steps: the parameter, or a master copy of its shard. May be a DTensor."""
     grad: torch.Tensor | None
-    """None: the optimizer leaves this parameter alone in this step."""
+    """Its gradient; None: the optimizer does not step this parameter in this step."""
     group: Mapping[str, Any]
     state: Mapping[str, Any]
-    """Empty until the optimizer has stepped it once."""
+    """The optimizer's state for it; empty until its first step."""
     held: HeldPiece
-    """What lies here of `param`, and how tensors shaped like it are placed."""
+    """The local piece of `param`, and the placements of tensors shaped like it."""
 
 
 def stepped_by(optimizer: Any, parameters: WatchedParameters) -> list[Stepped]:
@@ -37,24 +37,24 @@ def stepped_by(optimizer: Any, parameters: WatchedParameters) -> list[Stepped]:
     inner = optimizer.optim if is_owner else optimizer
     groups = {id(param): group for group in getattr(inner, "param_groups", ()) for param in group["params"]}
     state: Mapping[Any, Any] = getattr(inner, "state", {})
-    holding = parameters.holding
+    storage = parameters.storage
     found = []
     for one in parameters.all:
         group = groups.get(id(one.param))
         if group is None:
-            master = holding.master(one.param)
+            master = storage.master(one.param)
             group = None if master is None else groups.get(id(master.tensor))
             if master is not None and group is not None:
-                found.append(_by_master(one, master, group, state.get(master.tensor) or {}, holding))
+                found.append(_by_master(one, master, group, state.get(master.tensor) or {}, storage))
             continue
-        held = holding.state(one.param, one.param.detach())
+        held = storage.state(one.param, one.param.detach())
         if is_owner and "dp" in held.placements:
             held = held._replace(placements={**held.placements, "dp": "owned"})
         found.append(Stepped(one, one.param, one.param.grad, group, state.get(one.param) or {}, held))
     return found
 
 
-def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, Any], holding: ParameterStorage) -> Stepped:
+def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, Any], storage: ParameterStorage) -> Stepped:
     """Return a parameter whose optimizer steps another tensor: whatever has that tensor's length is cut alike."""
     whole = master.tensor.numel()
 
@@ -67,25 +67,26 @@ def _by_master(one: Parameter, master: Master, group: Any, state: Mapping[str, A
     gradient = getattr(master.tensor, "decoupled_grad", None)  # Megatron's, in another type than the copy's.
     gradient = master.tensor.grad if gradient is None else gradient
     kept = {key: value if key == "step" else mine(value) for key, value in state.items()}
-    return Stepped(one, param, mine(gradient), group, kept, holding.state(one.param, param))
+    return Stepped(one, param, mine(gradient), group, kept, storage.state(one.param, param))
 
 
 def per_rank(placements: Mapping[str, str]) -> dict[str, str]:
-    """Return placements of what is said of a tensor as a whole and cannot be formed of its shards."""
+    """Return the placements of a value of a whole tensor that cannot be computed from its shards: one series a rank."""
     return {axis: "unknown" if word in ("shard", "partial") else word for axis, word in placements.items()}
 
 
 def is_cut(placements: Mapping[str, str]) -> bool:
-    """Whether ranks hold shards, and no summands, of a tensor: then sums over all of it are sums of theirs."""
+    """Return whether ranks hold shards of a tensor, and no partial sums, so that sums over all of it are sums of theirs."""
     return "shard" in placements.values() and "partial" not in placements.values()
 
 
 def describe_formed(
     table: TensorTable, entry: TensorEntry, names: Sequence[str], held: HeldPiece, shown: torch.Tensor
 ) -> tuple[TensorEntry, ...]:
-    """Describe a value of a whole parameter, and return the entries of the summands that it is formed of.
+    """Describe a value of a whole parameter, and return the entries of the summands that the daemon computes it from.
 
-    names: suffixes of those. None where the rank holds the whole parameter, or nobody can add the ranks' parts up.
+    names: suffixes of the summands. shown: a tensor of the dtype that the entries have. (): this rank holds the whole
+    parameter, or the sums of ranks do not add up.
     """
     if not is_cut(held.placements):
         table.describe(entry, shown, per_rank(held.placements), "", ())

@@ -33,7 +33,7 @@ MAX_NESTING = 6
 
 
 class StructurePrint:
-    """Looks at one step when the plan asks for it."""
+    """Records the structure during one step when the plan asks for it, and writes it to a file."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -121,7 +121,7 @@ class StructurePrint:
         try:
             write_structure(path, file)
         except OSError as error:
-            self._context.recording.tell("structure_failed", f"{path}: {error.strerror or error}", "structure")
+            self._context.recording.report("structure_failed", f"{path}: {error.strerror or error}", "structure")
 
 
 def _class_of(module: nn.Module) -> str:
@@ -135,7 +135,7 @@ def _parameters_of(module: nn.Module) -> dict[str, Shown]:
 
 
 def _shown(value: Any, nesting: int = 0) -> Shown:
-    """Return what can be said of a value without reading a tensor: no wait, no copy, and no text of the training's."""
+    """Return the shape, dtype or type of a value, without reading a tensor: no wait, no copy, and no text of the data."""
     if isinstance(value, torch.Tensor):
         return _tensor_shown(value)
     kind = type(value).__qualname__

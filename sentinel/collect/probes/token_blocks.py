@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 BLOCK = 1 << 20
-"""Elements looked at in one go: 8 MiB in float64."""
+"""Elements computed on at a time: 8 MiB in float64."""
 
 CHANNELS_FIRST: tuple[type[nn.Module], ...] = (
     nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.modules.pooling._MaxPoolNd,
@@ -19,7 +19,10 @@ CHANNELS_FIRST: tuple[type[nn.Module], ...] = (
 
 
 def by_channel(tensor: torch.Tensor, module: nn.Module | None) -> torch.Tensor | None:
-    """Return a view whose last dimension is the channel; None where there are no channels to tell apart."""
+    """Return a view of an activation whose last dimension is the channel; None: it has no channels.
+
+    module: whose output it is; None: not known, the last dimension is the channel.
+    """
     if tensor.dim() < 2 or not tensor.is_floating_point():
         return None
     view = tensor.detach()
@@ -40,10 +43,10 @@ def blocks(view: torch.Tensor, most: int = BLOCK) -> Iterator[torch.Tensor]:
 
 
 def tokens_of(view: torch.Tensor) -> int:
-    """Return how many tokens there are."""
+    """Return the number of tokens of a view [..., channels]."""
     return view.numel() // view.shape[-1]
 
 
 def leading(view: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions that count tokens."""
+    """Return the dimensions of a view [..., channels] that count tokens: all but the last."""
     return tuple(range(view.dim() - 1))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.probes.pieces import ROOM, PiecedRow, side_by_side
+from sentinel.collect.probes.piecewise_rows import ROOM, PiecedRow, side_by_side
 from sentinel.collect.probes.single_values import observe_words, value_words
 from sentinel.collect.probes.stepped import Stepped, describe_formed, stepped_by
 from sentinel.collect.probes.update_rules import Formula, Given, Rule, difference, needs_norm_before, reaches, rule_of
@@ -38,7 +38,7 @@ SQUARES = ("update_squares", "weight_squares")
 
 @dataclasses.dataclass
 class _MeasuredUpdate:
-    """One parameter whose update is measured now."""
+    """One parameter whose update is measured in this step."""
 
     stepped: Stepped
     update: TensorEntry | None
@@ -46,14 +46,14 @@ class _MeasuredUpdate:
     normalised: TensorEntry | None
     lost: TensorEntry | None
     squares: tuple[TensorEntry, ...] = ()
-    """Summands of the ratio, where ranks hold shards."""
+    """Entries of the summands of the ratio, where ranks hold shards; (): this rank holds all."""
 
     def __bool__(self) -> bool:
         return bool(self.update or self.ratio or self.normalised or self.lost)
 
 
 class Update:
-    """Rows of update (moments of what was added) and update_ratio (its norm over that of the weights before)."""
+    """Rows of `update` (what the step added) and `update_ratio` (its norm over that of the weights before)."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -105,7 +105,7 @@ class Update:
     # -- before the step -----------------------------------------------------------------------------------------------
 
     def _prepare(self, optimizer: Any) -> None:
-        """The optimizer is about to step: keep what only the weights of now can tell."""
+        """Called before the optimizer steps: copy the weights that are needed from before the step."""
         if self._is_due:
             self._announced.add(id(optimizer))
             if optimizer not in self._unannounced:
@@ -164,7 +164,7 @@ class Update:
         self._context.count(due)
 
     def _formula(self, optimizer: Any, stepped: Stepped) -> tuple[Formula | None, int]:
-        """Return the formula of one parameter's update, and its flag; None: nobody knows."""
+        """Return the formula of one parameter's update, and its flag; None: the rule is not known."""
         before = self._before.get(id(stepped.param))
         if before is not None and before.shape == stepped.held.tensor.shape:
             return difference(before), int(Flag.DIFFERENCE)
@@ -179,7 +179,7 @@ class Update:
                 return formula, 0
         name = type(optimizer).__name__
         message = f"the update of {stepped.one.entry.name} by {name} is not known: no formula fits, no copy was made in time"
-        self._context.recording.tell("unsupported", message, f"update {name}")
+        self._context.recording.report("unsupported", message, f"update {name}")
         return None, 0
 
     def _wanted(self, optimizer: Any) -> Iterator[_MeasuredUpdate]:
@@ -190,7 +190,7 @@ class Update:
         if not found and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
             name = type(optimizer).__name__
             message = f"{name} steps tensors that are none of the model's parameters: what becomes of those is not known"
-            self._context.recording.tell("unsupported", message, f"update of {name}")
+            self._context.recording.report("unsupported", message, f"update of {name}")
         for stepped in found:
             if not stepped.held.tensor.is_floating_point() or stepped.held.tensor.layout is not torch.strided:
                 continue
@@ -295,7 +295,7 @@ class Update:
 
 
 class _UpdateWork:
-    """One update to be formed."""
+    """One update that is computed from a formula."""
 
     def __init__(
         self,
@@ -305,7 +305,10 @@ class _UpdateWork:
         stopped: torch.Tensor | None,
         before: torch.Tensor | None,
     ) -> None:
-        """before: the weights before the step, where it is measured what rounding lost of it."""
+        """stopped: 0-dim bool, true: the step was skipped; None: it cannot have been.
+
+        before: the weights before the step, where rounding loss is measured; None elsewhere.
+        """
         self.wanted = wanted
         self.formula = formula
         self.flag = flag
@@ -321,19 +324,19 @@ class _UpdateWork:
     def write(
         self, out: torch.Tensor, pieces: tuple[torch.Tensor, ...], param: torch.Tensor, direction: torch.Tensor | None = None
     ) -> None:
-        """Put a piece of the update into `out`; none where the optimizer was told to leave the weights alone."""
+        """Write a piece of the update into `out`; zeros where the scaler had the optimizer skip the step."""
         self.formula.write(out, pieces, param, direction)
         if self._stopped is not None:
             out.masked_fill_(self._stopped.to(out.device, non_blocking=True), 0.0)
 
     @staticmethod
     def lost(out: torch.Tensor, added: torch.Tensor, after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Put 1 into `out` where something was to be added and nothing was, else 0; `out` may be `added`."""
+        """Write 1 into `out` where `added` is not 0 and the weight did not change, else 0. `out` may be `added` itself."""
         return out.copy_((added != 0) & (after == before))
 
 
 class _Batch:
-    """Small updates, formed one behind the other in one room, and measured in one pass when it is full."""
+    """Small updates, computed one behind the other in one buffer, and measured in one pass when it is full."""
 
     def __init__(
         self, context: ProbeContext, rows: dict[int, int], scratch: dict[tuple[torch.device, torch.dtype], torch.Tensor]
@@ -348,7 +351,10 @@ class _Batch:
         self._flags: list[int] = []
 
     def take(self, work: _UpdateWork) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Form an update and keep it until it is measured; return the norms of it and of the weights before, if wanted."""
+        """Compute an update and keep it until it is measured; return its norm and that of the weights before.
+
+        None: not needed.
+        """
         wanted, local = work.wanted, work.local
         room = _room(self._scratch, local)
         if room is not self._room or self._used + work.num_slots * local.numel() > ROOM:
@@ -387,14 +393,14 @@ class _Batch:
         self._flags.append(flag)
 
     def flush(self) -> None:
-        """Measure what has been formed, and begin with an empty room."""
+        """Measure all updates in the buffer, and empty it."""
         first = self._recording.observe_all(self._entries, self._views, self._flags)
         self._rows.update({entry.id: first + at for at, entry in enumerate(self._entries)})
         self._entries, self._views, self._flags, self._used = [], [], [], 0
 
 
 def found_inf_of(optimizer: Any) -> torch.Tensor | None:
-    """Return whether a scaler tells this optimizer to leave the weights alone, 0-dim bool on its device; None: none does."""
+    """Return whether a scaler has this optimizer skip its step, as 0-dim bool on its device; None: no scaler does."""
     found = getattr(optimizer, "found_inf", None)
     return found.reshape(()) != 0 if isinstance(found, torch.Tensor) else None
 

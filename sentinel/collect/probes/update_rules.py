@@ -1,4 +1,4 @@
-"""What an optimizer has just added to a parameter, worked out from what it keeps: one formula for each rule.
+"""What an optimizer has just added to a parameter, computed from its state: one formula for each update rule.
 
 All are read behind the step, from the state as the step has left it and the weights as they are now. With a = what the
 rule takes away beside the decay, and decoupled decay by the share d = lr * weight_decay, the new weights are
@@ -33,16 +33,16 @@ class Formula:
     direct: Callable[..., None]
     """(out, *pieces, param's piece): write the direction, in out's type, before it is scaled. Neither waits nor draws."""
     scale: Number = -1.0
-    """What the direction is multiplied by."""
+    """Factor of the direction."""
     decay: Number = 0.0
-    """What the weights, as they are now, are multiplied by and added."""
+    """Factor of the weights after the step, which times that are added."""
     is_normalised: bool = False
     """The direction is the first moment over the root of the second, both corrected: Adam's step before its rate."""
     prepare: Callable[[Iterator[Pieces], torch.dtype], None] | None = None
-    """Look at all pieces of `tensors` once before the first is asked for."""
+    """Called once with an iterator over all pieces of `tensors`, and out's type, before the first piece is computed."""
 
     def write(self, out: torch.Tensor, pieces: Pieces, param: torch.Tensor, direction: torch.Tensor | None = None) -> None:
-        """Put the update of a piece into `out`; direction: where it is worked out already."""
+        """Write the update of a piece into `out`. direction: of the piece, if it was computed before; None: compute it."""
         if direction is None:
             self.direct(out, *pieces, param)
         else:
@@ -61,7 +61,7 @@ class Given:
     optimizer: Any
     group: Mapping[str, Any]
     state: Mapping[str, Any]
-    """As the optimizer keeps it; tensors may be DTensors."""
+    """The optimizer's state of the parameter; tensors may be DTensors."""
     param: torch.Tensor
     """The parameter itself."""
     grad: torch.Tensor
@@ -70,11 +70,11 @@ class Given:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of the parameter."""
+        """This rank's piece of the parameter."""
         return local_of(self.param).detach()
 
     def number(self, key: str, default: Any = 0.0) -> Number:
-        """Return a number of the group."""
+        """Return a number of the optimizer's group, `default` where it has none."""
         value = self.group.get(key, default)
         return as_number(default if value is None else value, self.local.device)
 
@@ -95,7 +95,7 @@ Rule = Callable[[Given], "Formula | None"]
 
 
 def rule_of(optimizer: Any) -> Rule | None:
-    """Return the formula of an optimizer's rule; None: none is known, the weights must show what was added."""
+    """Return the formula of an optimizer's rule; None: none is known, and the update is the difference of the weights."""
     for name, rule in _TORCH.items():
         kind = getattr(torch.optim, name, None)
         if kind is not None and isinstance(optimizer, kind) and _steps_as(optimizer, kind):
@@ -114,7 +114,7 @@ def needs_norm_before(rule: Rule | None) -> bool:
 
 
 def reaches(rule: Rule, param: Any, grad: Any) -> bool:
-    """Return whether a rule's formula holds for a parameter as it is cut over the ranks."""
+    """Return whether a rule's formula can be computed for a parameter from this rank's piece of it."""
     if grad is not None and not is_dense(grad):
         return False  # Formulas go element by element.
     if rule in (adafactor, adafactor_of_transformers, muon):
@@ -123,7 +123,7 @@ def reaches(rule: Rule, param: Any, grad: Any) -> bool:
 
 
 def as_number(value: Any, device: torch.device) -> Number:
-    """Return a number as a float where that is no wait, else as it lies on the device."""
+    """Return a number as a float if it lies on the host, else as a 0-dim tensor on the device: no wait."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = local_of(value).detach()
@@ -133,7 +133,7 @@ def as_number(value: Any, device: torch.device) -> Number:
 
 
 def difference(before: torch.Tensor) -> Formula:
-    """Return what the weights show: their difference, in out's type."""
+    """Return the formula of an unknown rule: weights after the step less those before, in out's type."""
 
     def direct(out: torch.Tensor, before: torch.Tensor, param: torch.Tensor) -> None:
         out.copy_(param).sub_(before)
@@ -290,7 +290,7 @@ def adafactor_of_transformers(given: Given) -> Formula | None:
 def muon(given: Given) -> Formula | None:
     """torch's Muon, of whole matrices: its orthogonalisation is done once more. Source: torch/optim/_muon.py.
 
-    Three matrices in bf16 of the parameter's shape for as long as it takes: it cannot be cut into pieces.
+    Holds three bf16 matrices of the parameter's shape while it runs: it cannot be computed in pieces.
     """
     module = sys.modules.get("torch.optim._muon")
     orthogonal = getattr(module, "_zeropower_via_newtonschulz", None)
@@ -386,7 +386,7 @@ def _is_at_least_one(value: Number) -> bool:
 
 
 def is_cut_alike(tensor: Any, param: Any) -> bool:
-    """Return whether a tensor lies on the ranks as a parameter does."""
+    """Return whether a tensor is sharded over the ranks as a parameter is."""
     if is_dtensor(tensor) != is_dtensor(param):
         return False
     return not is_dtensor(param) or tuple(tensor.placements) == tuple(param.placements)

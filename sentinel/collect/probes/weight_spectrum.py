@@ -21,7 +21,7 @@ from sentinel.collect.hooks.parameters import Parameter
 from sentinel.collect.parallel.parameter_storage import HeldPiece
 from sentinel.collect.parallel.placements import is_dtensor, is_shard
 from sentinel.collect.probes.context import ProbeContext
-from sentinel.collect.probes.pieces import ROOM
+from sentinel.collect.probes.piecewise_rows import ROOM
 from sentinel.collect.probes.prepared_rows import moments_words
 from sentinel.collect.probes.single_values import observe_words, value_words
 from sentinel.collect.probes.stepped import per_rank
@@ -43,7 +43,7 @@ _NAME = "weight_spectrum"
 
 @dataclasses.dataclass
 class _PowerIteration:
-    """What stays of a matrix from one measurement to the next."""
+    """The vectors of a weight that one measurement leaves for the next."""
 
     vectors: torch.Tensor
     """[batch, shorter side, vectors] fp32, orthonormal, on the weights' device."""
@@ -52,7 +52,7 @@ class _PowerIteration:
 
 
 class WeightSpectrum:
-    """Three rows a weight of two dimensions and more, at the beginning of a step: of the weights its forward uses."""
+    """Three rows for each weight of two dimensions and more, measured when a step begins: the weights of its forward."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -76,7 +76,7 @@ class WeightSpectrum:
         words: dict[torch.device, list[torch.Tensor]] = {}
         for one in context.parameters.all:
             due = [entry for entry in self._entries(one) if context.plan.measures(entry)]
-            held = context.parameters.holding.param(one.param) if due else None
+            held = context.parameters.storage.param(one.param) if due else None
             if held is None or held.tensor.numel() == 0:
                 continue
             matrices = self._matrices(one, held)
@@ -115,7 +115,7 @@ class WeightSpectrum:
             found = as_matrices(local, is_kernel=isinstance(module, nn.modules.conv._ConvNd))
         if found is None and (held.shape is None or len(held.shape) >= 2):
             message = f"{one.entry.name}: its piece on this rank is no matrix, so it has no spectral norm here"
-            self._context.recording.tell("unsupported", message, f"{_NAME} {one.entry.name}")
+            self._context.recording.report("unsupported", message, f"{_NAME} {one.entry.name}")
         return found
 
     def _spectrum(self, entry: TensorEntry, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -137,7 +137,7 @@ class WeightSpectrum:
         spectral, kept.vectors = krylov(matrices, vectors, min(iterations, -(-shape[1] // shape[2]) - 1))
         kept.num_measured += 1
         frobenius = frobenius_norms(matrices)
-        # A matrix of zeros has no rank to speak of.
+        # A matrix of zeros has no meaningful rank.
         return spectral, frobenius, torch.where(frobenius == 0, 0.0, (frobenius / spectral).square())
 
 

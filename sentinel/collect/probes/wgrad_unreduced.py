@@ -18,7 +18,7 @@ from sentinel.collect.hooks.backwards import in_backward
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.hooks.nesting import tensors_in
 from sentinel.collect.hooks.parameters import Parameter
-from sentinel.collect.hooks.pickle_stub import inert_hook
+from sentinel.collect.hooks.pickle_stub import stub_hook
 from sentinel.collect.parallel.pipelining import in_inference
 from sentinel.collect.parallel.placements import arrived, axes_of, is_dtensor, part_of, placements_of
 from sentinel.collect.probes.context import ProbeContext
@@ -30,7 +30,7 @@ _NAME = "wgrad_unreduced"
 
 
 class WgradUnreduced:
-    """One row a parameter and micro-step; rows of the micro-steps fold unless they are to stay apart."""
+    """One row for each parameter and micro-step; the rows of micro-steps are folded unless `per_micro_step` is asked for."""
 
     def __init__(self, context: ProbeContext) -> None:
         self.context = context
@@ -91,7 +91,7 @@ class WgradUnreduced:
                         self._roots.append(owner)
 
     def hook(self, one: Parameter, leaf: torch.Tensor, chunk: Chunk) -> None:
-        """Watch a leaf, once however often it is used."""
+        """Put a hook on a leaf, unless it has one already."""
         known = self._leaves.get(id(leaf))
         if known is not None and known[0]() is leaf:
             return
@@ -99,23 +99,23 @@ class WgradUnreduced:
         self._leaves[id(leaf)] = weakref.ref(leaf), handle
 
     def micro_step(self, chunk: Chunk) -> int:
-        """Return whose backward runs on a chunk."""
+        """Return the micro_step whose backward runs on a chunk."""
         order = self._marks[chunk.vpp_stage]
         if order.step == chunk.recorder.ended_steps:
             return order.micro_step
         return chunk.backward_micro_step if chunk.had_backward else chunk.micro_step
 
     def measure(self, one: Parameter, gradient: torch.Tensor, micro_step: int, entry: TensorEntry) -> None:
-        """Take one gradient into a row. Launches one kernel; does not wait."""
+        """Measure the gradient of one backward into a row. Launches one kernel; does not wait."""
         context = self.context
         if getattr(one.param, "grad_added_to_main_grad", False):
             # The kernel that made it has added it to main_grad; what autograd hands on here was never written.
             message = f"{entry.name}: gradient_accumulation_fusion adds its gradient to main_grad, nobody sees it alone"
-            context.recording.tell("unsupported", message, f"{_NAME} {entry.name}")
+            context.recording.report("unsupported", message, f"{_NAME} {entry.name}")
             return
         if gradient.layout is not torch.strided:
             message = f"{entry.name}: a gradient of layout {gradient.layout} is not measured"
-            context.recording.tell("unsupported", message, f"{_NAME} {entry.name}")
+            context.recording.report("unsupported", message, f"{_NAME} {entry.name}")
             return
         if entry.id not in self._seen:
             self._seen.add(entry.id)
@@ -124,7 +124,7 @@ class WgradUnreduced:
 
 
 class BackwardOrder:
-    """Which micro-step's backward runs on a chunk: told by the outputs of its modules as their gradients arrive."""
+    """Knows the micro_step whose backward runs on a chunk, by the gradients of its modules' outputs as they arrive."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
@@ -132,7 +132,7 @@ class BackwardOrder:
         self.step = -1
 
     def note_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, micro_step: int) -> None:
-        """A module has made its outputs: the gradients of its weights come right behind those of its outputs."""
+        """Mark the outputs of a module: the gradients of its weights come right after those of its outputs."""
         mark = OutputMark(self, micro_step)
         for _, tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -140,7 +140,7 @@ class BackwardOrder:
 
 
 class OutputMark:
-    """A tensor hook that only says whose backward has come here."""
+    """A tensor hook that measures nothing: it notes the micro_step of the backward that reaches it."""
 
     __slots__ = ("_micro_step", "_order", "_step")
 
@@ -158,7 +158,7 @@ class OutputMark:
 
 
 class Owner:
-    """A forward pre-hook of a module whose parameters may be others while it runs: gathered ones, or views of them."""
+    """A forward pre-hook of a module whose parameters may be replaced while it runs: by gathered ones, or views of them."""
 
     def __init__(self, probe: WgradUnreduced, chunk: Chunk, module: nn.Module, parameters: dict[str, Parameter]) -> None:
         self.parameters = parameters
@@ -166,13 +166,13 @@ class Owner:
         self._chunk = chunk
         self._module = module
         self._views: dict[str, weakref.ref[torch.Tensor]] = {}
-        """Name of a parameter -> what stood for it when it was looked at last."""
+        """Name of a parameter -> the tensor that took its place at the last look."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         return self
 
     def __reduce__(self) -> Any:
-        return inert_hook()
+        return stub_hook()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if module is self._module and self._chunk.recorder.is_alive and not torch.compiler.is_compiling():
@@ -183,7 +183,7 @@ class Owner:
                 self._probe.context.guard(_NAME, error, probe=_NAME)
 
     def look(self) -> None:
-        """Find out which tensors stand for the parameters in the forward that begins."""
+        """Hook the tensors that take the place of the parameters in the forward that begins."""
         for attr, one in self.parameters.items():
             # FSDP1 replaces the parameter by a plain attribute.
             value = self._module.__dict__.get(attr, self._module._parameters.get(attr))
@@ -197,7 +197,7 @@ class Owner:
 
 
 class LeafHook:
-    """A tensor hook that measures what one backward adds to a parameter, or to a view that stands for it."""
+    """A tensor hook that measures what one backward adds to a parameter, or to a view that takes its place."""
 
     __slots__ = ("_chunk", "_entry", "_one", "_probe", "_seen")
 
@@ -212,7 +212,7 @@ class LeafHook:
         return self
 
     def __reduce__(self) -> Any:
-        return inert_hook()
+        return stub_hook()
 
     def __call__(self, gradient: torch.Tensor) -> None:
         probe, chunk = self._probe, self._chunk
@@ -238,7 +238,7 @@ class LeafHook:
         if self._entry is None or seen != self._seen:
             entry = context.table.entry(one.entry.chunk, one.entry.name, Kind.WGRAD_UNREDUCED)
             entry.site_pos = one.entry.site_pos
-            held = context.parameters.holding.param(one.param)
+            held = context.parameters.storage.param(one.param)
             placements, part = placed(gradient, place, held.placements if held else {}, held.part if held else "")
             context.table.describe(entry, gradient, placements, part)
             self._entry, self._seen = entry, seen
@@ -248,7 +248,7 @@ class LeafHook:
 def placed(gradient: Any, place: Place, words: dict[str, str], part: str) -> tuple[dict[str, str], str]:
     """Return (axis -> placement, part) of an unreduced gradient: every data-parallel rank holds that of its own samples.
 
-    words, part: of the parameter as its trainer holds it, for a gradient that does not say itself how it is placed.
+    words, part: of the parameter as its trainer holds it, for a gradient that is no DTensor.
     """
     if is_dtensor(gradient):
         placements = placements_of(gradient, Kind.WGRAD_UNREDUCED, place)

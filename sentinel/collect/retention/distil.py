@@ -104,7 +104,7 @@ class _Distillery:
 
     def finish(self) -> Distilled:
         """Write the records that are still held back."""
-        self._tell_gone()
+        self._report_dropped()
         return self._done
 
     def _take_rows(self, frame: Frame) -> None:
@@ -159,7 +159,7 @@ class _Distillery:
         self._gone.merge(losses)
         self._gone_frame = frame
 
-    def _tell_gone(self) -> None:
+    def _report_dropped(self) -> None:
         """Say which steps went whole, under the number of the last frame that went with them."""
         frame, self._gone_frame = self._gone_frame, None
         if frame is None:
@@ -177,7 +177,7 @@ class _Distillery:
         return msgspec.structs.replace(frame, payload=encode_message(msgspec.structs.replace(change, base_offset=place)))
 
     def _keep(self, frame: Frame, payload: bytes | bytearray | memoryview, row_count: int = 0) -> None:
-        self._tell_gone()
+        self._report_dropped()
         if frame.header.type in (FrameType.ROWS, FrameType.END_STEP):
             self._describe()
         self._write(frame, payload, row_count)

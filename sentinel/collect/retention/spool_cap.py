@@ -31,7 +31,7 @@ class SpoolCap:
         self._rank = rank
         self._files: list[SpoolFile] = []
         """Oldest first."""
-        self._num_unsaid = 0
+        self._num_unreported = 0
         """Files that were thinned since the spool last said so."""
         self._logged_level = 0
 
@@ -54,17 +54,17 @@ class SpoolCap:
 
     def news(self, step: int) -> Health | None:
         """Return the record that says how many files were thinned since the last one; None: none was."""
-        if not self._num_unsaid:
+        if not self._num_unreported:
             return None
         text = (
-            f"rank {self._rank}: spool.max_bytes {self.max_bytes} is used up: {self._num_unsaid} files were thinned before "
-            f"they were judged; is the daemon running?"
+            f"rank {self._rank}: spool.max_bytes {self.max_bytes} is used up: {self._num_unreported} files were thinned "
+            f"before they were judged; is the daemon running?"
         )
-        return Health(code="spool_full", message=text, count=self._num_unsaid, step=step)
+        return Health(code="spool_full", message=text, count=self._num_unreported, step=step)
 
-    def said(self) -> None:
+    def mark_reported(self) -> None:
         """Take note that the news were written."""
-        self._num_unsaid = 0
+        self._num_unreported = 0
 
     def _thin(self, file_bytes: int) -> bool:
         """Keep less of the oldest among the files of which most is kept; False: nothing more can be left out."""
@@ -83,7 +83,7 @@ class SpoolCap:
             self._delete(one)
         self.cut.merge(thinned.cut)
         self.gone.merge(thinned.gone)
-        self._num_unsaid += num_files
+        self._num_unreported += num_files
         self._log_loss(thinned)
         return True
 

@@ -227,7 +227,7 @@ class Accelerator:
 
     def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return int64 zeros in pinned memory, which the device addresses as the host does."""
-        return torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return zeros on the device, filled on its current stream."""

@@ -61,7 +61,7 @@ class RankDescriptor:
         self._resumed_step, self._recording.table.is_changed = step, True
 
     def renumber(self, step: int) -> None:
-        """Give another number to the running step, or to the next; of the first one the daemon is told."""
+        """Give another number to the running step, or to the next; of the first one the daemon is notified."""
         if self._count.renumber(step):
             self._recording.table.is_changed = True
 

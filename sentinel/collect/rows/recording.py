@@ -25,7 +25,7 @@ Look = Callable[[TensorEntry, torch.Tensor, int], None]
 """(tensor's entry, the local tensor, micro_step): may neither change the tensor nor wait for it; asks the plan itself."""
 
 
-class Onlooker(NamedTuple):
+class Observer(NamedTuple):
     """A probe that looks at the tensors of others."""
 
     probe: str
@@ -56,7 +56,7 @@ class Recording:
         self.vectors = StepVectors()
         """Beside the rows of this step."""
         self.costs = Costs()
-        self.onlookers: list[Onlooker] = []
+        self.observers: list[Observer] = []
         """Shown every tensor that is measured, and those that pass a site in a step that measures modules."""
         self._is_showing = False
         self._free: list[StepRows] = []
@@ -78,7 +78,7 @@ class Recording:
         row = rows.add(entry.id, entry.kind, entry.flags, micro_step, self.call_id, entry.site_pos)
         self.call_id += 1
         self.kernel.measure((tensor,), rows, row, zero_eps=self.zero_eps)
-        if self.onlookers:
+        if self.observers:
             self.show(entry, tensor, micro_step)
         return row
 
@@ -95,20 +95,20 @@ class Recording:
         return True
 
     def show(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
-        """Let everybody look at a tensor; not at what onlookers measure themselves."""
+        """Let everybody look at a tensor; not at what observers measure themselves."""
         if self._is_showing:
             return
         self._is_showing = True
         former = self.costs.turn_to(OWN)
         try:
-            for one in self.onlookers:
+            for one in self.observers:
                 self.costs.turn_to_probe(one.probe)
                 try:
                     one.look(entry, tensor, micro_step)
                 except Exception as error:
                     site = f"{Kind(entry.kind).label} of {entry.name or 'the model itself'}"
                     message = describe_failure(site, error, probe=one.probe, given=tensor)
-                    self.tell("hook_failed", message, f"{entry.name}:{one.probe}")
+                    self.report("hook_failed", message, f"{entry.name}:{one.probe}")
         finally:
             self._is_showing = False
             self.costs.turn_to(former)
@@ -147,7 +147,7 @@ class Recording:
         if not entries:
             return first
         self.kernel.measure(tensors, self.rows, first, zero_eps=self.zero_eps, checksum=self.checksum)
-        if self.onlookers:
+        if self.observers:
             for entry, tensor in zip(entries, tensors, strict=True):
                 self.show(entry, tensor, -1)
         return first
@@ -172,9 +172,9 @@ class Recording:
         )  # fmt: skip
         self.vectors.add(head, values)
 
-    def read_gradients(self, parameters: WatchedParameters, which: list[Parameter], *, is_doomed: bool) -> None:
+    def read_gradients(self, parameters: WatchedParameters, which: list[Parameter], *, is_before_zeroing: bool) -> None:
         """Measure the gradients that were not read in this step yet."""
-        fresh = parameters.fresh_grads(which, is_doomed)
+        fresh = parameters.fresh_grads(which, is_before_zeroing)
         again = [item for item in fresh if item[3] is not None]
         for one, local, touched, row in again:
             assert row is not None
@@ -214,7 +214,7 @@ class Recording:
         """Hand out the vectors of the step that ends, on their way to the host, and begin with none."""
         full, self.vectors = self.vectors, StepVectors()
         if full.num_dropped:
-            self.tell("vectors_dropped", f"{full.num_dropped} vectors of a step found no room")
+            self.report("vectors_dropped", f"{full.num_dropped} vectors of a step found no room")
         full.begin_copy()
         return full
 
@@ -243,7 +243,7 @@ class Recording:
         rows.reset()
         self._free.append(rows)
 
-    def tell(self, code: str, message: str, site: str = "", step: int = -1) -> None:
+    def report(self, code: str, message: str, site: str = "", step: int = -1) -> None:
         """Note something that blinds Sentinel: logged once per site, shipped, counted."""
         count = self._reported.get((code, site), 0) + 1
         self._reported[code, site] = count
@@ -254,7 +254,7 @@ class Recording:
 
     def refused(self, reason: str) -> None:
         """Note a command that is not obeyed."""
-        self.tell("command_refused", reason, reason[:60])
+        self.report("command_refused", reason, reason[:60])
 
     def take_health(self) -> list[Health]:
         """Hand out what was noted since the last time."""

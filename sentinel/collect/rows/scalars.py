@@ -157,6 +157,6 @@ def on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"monitor.log({name}=...): expected a real number, got a tensor of {value.dtype}")
     if value.device.type == "cpu":
         return value.to(torch.float64, copy=True)
-    pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
+    pinned = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=True)
     pinned.copy_(value.reshape(()), non_blocking=True)
     return pinned

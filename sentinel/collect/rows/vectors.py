@@ -101,7 +101,7 @@ class StepVectors:
 def _on_its_way(values: torch.Tensor) -> torch.Tensor:
     if values.device.type == "cpu":
         return values
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(values, non_blocking=True)
 
 

@@ -29,7 +29,7 @@ class Planning:
     def __init__(
         self,
         plan: Plan,
-        orders: CommandInbox,
+        inbox: CommandInbox,
         pacing: Pacing,
         sites: Sites,
         recording: Recording,
@@ -39,7 +39,7 @@ class Planning:
     ) -> None:
         """chunks: filled while the monitor is installed."""
         self.plan = plan
-        self.orders = orders
+        self.inbox = inbox
         self._pacing = pacing
         self._sites = sites
         self._table = recording.table
@@ -47,8 +47,8 @@ class Planning:
         self._chunks = chunks
         self._events = events
         self._place = place
-        self._tell = recording.tell
-        orders.names = self.names
+        self._report = recording.report
+        inbox.names = self.names
 
     def names(self) -> set[str]:
         """Return the names that targets may mean: of modules and parameters, and of elements of what modules put out."""
@@ -66,7 +66,7 @@ class Planning:
         """Obey what is due and decide what `step` measures; True when hooks were changed for it."""
         self._pacing.begin(step, self._costs.clock())
         has_changed = bool(self.plan.requests.expire(step))
-        has_changed |= self.orders.apply(step)
+        has_changed |= self.inbox.apply(step)
         has_changed |= self.plan.begin(step)
         self._sites.begin_step()
         if has_changed:
@@ -122,7 +122,7 @@ class Planning:
         return lambda name: self.plan.wanted(name, chunk.vpp_stage)
 
     def _refuse_unmatched(self) -> None:
-        """Raise ConfigError for a target that means nothing in the model; of one stage of a pipeline it is only told."""
+        """Raise ConfigError for a target that means nothing in the model; on one stage of a pipeline it is only reported."""
         self._name_models()
         modules: set[str] = set()
         parameters: set[str] = set()
@@ -135,4 +135,4 @@ class Planning:
         if problems and self._place.place.pp_size == 1:
             raise ConfigError("; ".join(problems))
         for problem in problems:
-            self._tell("no_target", f"{problem}; another stage may hold it", problem[:80])
+            self._report("no_target", f"{problem}; another stage may hold it", problem[:80])

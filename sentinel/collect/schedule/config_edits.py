@@ -24,11 +24,11 @@ ALONE_S = 10.0
 class ConfigEdits:
     """Looks at the file from a thread of its own: a file system that hangs holds up neither trainer nor writer."""
 
-    def __init__(self, source: ConfigSource, orders: CommandInbox, tell: Callable[[str, str, str], None]) -> None:
+    def __init__(self, source: ConfigSource, inbox: CommandInbox, report: Callable[[str, str, str], None]) -> None:
         """tell: (code, message, site): notes something for the log and the daemon."""
         self._source = source
-        self._orders = orders
-        self._tell = tell
+        self._inbox = inbox
+        self._report = report
         self._file = ConfigFile(source.path)
         self._seen = source.text_hash
         self._unread_since: float | None = None
@@ -48,7 +48,7 @@ class ConfigEdits:
         try:
             self.turn(time.monotonic())
         except Exception as error:
-            self._tell("config_failed", f"{type(error).__name__}: {error}", self._source.path)
+            self._report("config_failed", f"{type(error).__name__}: {error}", self._source.path)
         return True
 
     def turn(self, mono: float) -> None:
@@ -61,8 +61,8 @@ class ConfigEdits:
             self._take(reading, mono)
         elif self._unread_since is not None and mono - self._unread_since >= ALONE_S:
             self._unread_since = None
-            if reading.text_hash not in (self._orders.applied_hash, self._orders.plan.config.text_hash):
-                self._say(
+            if reading.text_hash not in (self._inbox.applied_hash, self._inbox.plan.config.text_hash):
+                self._report_once(
                     "config_unread",
                     f"{self._source.path} was edited, and no daemon asks for it; start `sentinel serve`, or name a future "
                     "step in the file (at_step: N) and every rank follows by itself",
@@ -74,17 +74,17 @@ class ConfigEdits:
                 raise ConfigError(reading.problem)
             refuse_fixed(reading.text, self._source.path, as_reported(self._source.as_read))
         except ConfigError as error:
-            self._say("config_broken", f"the former config stays in force: {error}")
+            self._report_once("config_broken", f"the former config stays in force: {error}")
             return
-        for answer in self._orders.forget_own():
-            self._orders.acknowledge(answer)
-        plan, at_step = self._orders.plan, reading.config.at_step
-        if reading.text_hash in (plan.config.text_hash, self._orders.applied_hash):
+        for answer in self._inbox.forget_own():
+            self._inbox.acknowledge(answer)
+        plan, at_step = self._inbox.plan, reading.config.at_step
+        if reading.text_hash in (plan.config.text_hash, self._inbox.applied_hash):
             return
         if at_step is None:
             self._unread_since = mono
             return
-        armed = self._orders.receive(
+        armed = self._inbox.receive(
             ChangeConfig(
                 id=FROM_FILE + reading.text_hash,
                 seq=0,
@@ -96,22 +96,22 @@ class ConfigEdits:
             )
         )
         assert armed is not None
-        self._orders.acknowledge(armed)
+        self._inbox.acknowledge(armed)
         if armed.state == "missed":
             self._missed(armed)
 
     def _missed(self, answer: Ack) -> None:
-        self._tell(
+        self._report(
             "config_missed",
-            f"rank {self._orders.rank()} read the edit of {self._source.path} too late: {answer.reason}; other ranks "
+            f"rank {self._inbox.rank()} read the edit of {self._source.path} too late: {answer.reason}; other ranks "
             "may have obeyed. Name a later step (at_step)",
             answer.command,
         )
 
-    def _say(self, code: str, message: str) -> None:
+    def _report_once(self, code: str, message: str) -> None:
         # One voice is enough for what every rank reads alike.
-        if self._orders.rank() == 0:
-            self._tell(code, message, self._seen)
+        if self._inbox.rank() == 0:
+            self._report(code, message, self._seen)
 
 
 def _look(turn: Callable[[], bool | None], is_over: threading.Event) -> None:

@@ -43,10 +43,10 @@ class Pacing:
     rank with a longer interval measures is measured by all: the daemon merges and compares those steps.
     """
 
-    def __init__(self, plan: Plan, tell: Callable[[str, str, str, int], None]) -> None:
+    def __init__(self, plan: Plan, report: Callable[[str, str, str, int], None]) -> None:
         """tell: (code, message, site, step), for the log and the daemon."""
         self._plan = plan
-        self._tell = tell
+        self._report = report
         self._costs: dict[int, deque[int]] = {}
         """Kind -> nanoseconds of the last steps that measured it; OWN: of all of them."""
         self._steps: deque[int] = deque(maxlen=WINDOW)
@@ -105,7 +105,7 @@ class Pacing:
             now = plan.intervals.get(kind, 1)
             if most[kind] > now:
                 plan.intervals[kind] = most[kind]
-                self._say(step, kind, now, cost, length)
+                self._report_interval(step, kind, now, cost, length)
             elif fewer[kind] < now:
                 plan.intervals[kind] = max(now // 2, fewer[kind])
 
@@ -120,14 +120,14 @@ class Pacing:
                     found[kind] *= 2
         return found
 
-    def _say(self, step: int, kind: Kind, former: int, cost: float, length: float) -> None:
+    def _report_interval(self, step: int, kind: Kind, former: int, cost: float, length: float) -> None:
         share, ms = 100 * cost / (former * length), length / 1e6
         if cost > former * self._limit * length:
             why = f"more than max_overhead ({100 * self._limit:.3g} %)"
         else:
             why = f"and all that is measured by default more than half of max_overhead ({50 * self._limit:.3g} %)"
         was = "every step" if former == 1 else f"every {former} steps"
-        self._tell(
+        self._report(
             "interval_lengthened",
             f"{kind.label} costs {share:.2g} % of a step of {ms:.3g} ms, {why}: from step {step} on it is "
             f"measured every {self._plan.intervals[kind]} steps instead of {was}. To measure it more often set "

@@ -185,7 +185,7 @@ class Handover:
             self._failures.guard("control", self._poll_control)
 
     def _ring(self) -> None:
-        # Releasing a lock nobody holds means that the writer is already told.
+        # Releasing a lock nobody holds means that the writer is already notified.
         with contextlib.suppress(RuntimeError):
             self._wake.release()
 
@@ -200,12 +200,12 @@ class Handover:
         self._drain()
         self._failures.guard("owed", self._writer.write_owed)
         self._failures.guard("losses", self._writer.write_losses)
-        self._failures.guard("bye", self._say_bye)
+        self._failures.guard("bye", self._write_bye)
         self.spool.close()
         self._pulse.close()
         self._witness.close()
 
-    def _say_bye(self) -> None:
+    def _write_bye(self) -> None:
         if self._bye is not None:
             self._writer.write(self._bye)
 
@@ -236,7 +236,7 @@ class Handover:
         if heartbeat is not None:
             self._schedule.activity = heartbeat.activity
             self._writer.write(heartbeat)
-        self._failures.say(self._writer.write)
+        self._failures.report(self._writer.write)
 
     def _poll_control(self) -> None:
         for command in self._control.poll(self._clock.wall_ns()):

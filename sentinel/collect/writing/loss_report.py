@@ -31,10 +31,10 @@ class LossReport:
         """Say what there is to say before a step is written. is_late: others wait behind it."""
         if batch.refused is not None:
             self._gone.merge(batch.refused)
-        self._say_gone()
+        self._report_dropped()
         num_rows = batch.num_cut + batch.num_dropped
         if not num_rows:
-            self._say_cut(is_late=is_late)
+            self._report_cut(is_late=is_late)
             return
         if not self._cut:
             log.warning(
@@ -46,14 +46,14 @@ class LossReport:
 
     def at_the_end(self) -> None:
         """Say what is left: no step comes any more."""
-        self._say_gone()
-        self._say_cut(is_late=False)
+        self._report_dropped()
+        self._report_cut(is_late=False)
 
-    def _say_gone(self) -> None:
+    def _report_dropped(self) -> None:
         if self._gone and self._write(self._gone.as_health(self._rank, "steps_dropped", "writer")):
             self._gone = Losses()
 
-    def _say_cut(self, *, is_late: bool) -> None:
+    def _report_cut(self, *, is_late: bool) -> None:
         """Once the writer is no longer late, say which steps were cut."""
         if not self._cut or is_late:
             return

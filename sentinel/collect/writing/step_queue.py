@@ -1,7 +1,7 @@
 """StepQueue: whole steps that wait for the writer thread, in bounded memory.
 
 Past so many bytes the oldest steps that wait lose their finite rows, never their ends: the training thread cuts them, for
-the writer does not come round. What a step lost is told in its own end.
+the writer does not come round. What a step lost is counted in its own end.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class StepWriter:
     def write_step(self, batch: StepBatch, *, is_late: bool) -> None:
         """Write a step: what describes it, what was lost before it, its rows, its vectors, its end.
 
-        is_late: others wait behind it. What raises is told as rows lost in the step's own end.
+        is_late: others wait behind it. What raises is counted as rows lost in the step's own end.
         """
         if batch.descriptor is not None:
             self.write(batch.descriptor)

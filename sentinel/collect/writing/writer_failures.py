@@ -34,7 +34,7 @@ class WriterFailures:
         """Count a failure that is only said."""
         self._counts[code] = self._counts.get(code, 0) + 1
 
-    def say(self, write: Callable[[Health], bool]) -> None:
+    def report(self, write: Callable[[Health], bool]) -> None:
         """Write each with its count; what the disk does not take is said the next time."""
         for code, count in list(self._counts.items()):
             if write(Health(code="writer_failed", message=f"rank {self._rank}: {code}", count=count)):

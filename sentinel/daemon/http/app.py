@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sentinel.daemon.http import endpoints
-from sentinel.daemon.http.console import Console, Unavailable, UnknownRun
-from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.daemon_api import DaemonApi, Unavailable, UnknownRun
 from sentinel.daemon.http.middleware import BodyAtHand, FailuresInWords, RequestGuard, SecurityHeaders
+from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.responses import problem
 from sentinel.daemon.http.tokens import Scope
 from sentinel.daemon.series_api import Busy
@@ -24,8 +24,8 @@ from sentinel.errors import SentinelError
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def make_app(console: Console, gate: RequestGate) -> Starlette:
-    """Return the ASGI application. console: whom endpoints ask. gate: whom they answer."""
+def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
+    """Return the ASGI application. api: whom endpoints ask. gate: whom they answer."""
 
     def get(path: str, endpoint: Callable[[Request], Response], needed: Scope = Scope.READ) -> Route:
         return Route(path, endpoint, middleware=[Middleware(RequestGuard, gate, needed)])
@@ -52,7 +52,7 @@ def make_app(console: Console, gate: RequestGate) -> Starlette:
         middleware=[Middleware(SecurityHeaders), Middleware(FailuresInWords)],
         exception_handlers=_HANDLERS,
     )
-    app.state.console = console
+    app.state.api = api
     return app
 
 

@@ -1,4 +1,4 @@
-"""One function an endpoint: reads the request, asks the console, says the answer. Starlette runs each in a thread."""
+"""One function an endpoint: reads the request, asks the daemon, and writes the answer. Starlette runs each in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.commanding import ACTIONS
-from sentinel.daemon.http.console import Console
+from sentinel.daemon.http.daemon_api import DaemonApi
 from sentinel.daemon.http.page import PAGE_POLICY, render_page
 from sentinel.daemon.http.responses import lines, plain
 from sentinel.daemon.series_api import SeriesRequest
@@ -21,41 +21,41 @@ MAX_ITEMS = 1000
 
 def page(request: Request) -> Response:
     """Return the page for people."""
-    console = console_of(request)
+    api = api_of(request)
     body = render_page(
-        console.runs(),
-        [msgspec.json.decode(line) for line in console.incidents(None, limit=50, is_open=True)],
-        console.health(),
+        api.runs(),
+        [msgspec.json.decode(line) for line in api.incidents(None, limit=50, is_open=True)],
+        api.health(),
     )
     return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
 
 def metrics(request: Request) -> Response:
     """Return a scrape, in the format that was asked for."""
-    body, content_type = console_of(request).metrics(request.headers.get("accept", ""))
+    body, content_type = api_of(request).metrics(request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": content_type})
 
 
 def healthz(request: Request) -> Response:
     """Return the health; 503 where the loop does not come round."""
-    health = console_of(request).health()
+    health = api_of(request).health()
     return plain(health, 503 if health["status"] == "stuck" else 200)
 
 
 def readyz(request: Request) -> Response:
     """Return whether all that there was at the start has been judged; 503 until then."""
-    is_ready = console_of(request).is_ready()
+    is_ready = api_of(request).is_ready()
     return plain({"ready": is_ready}, 200 if is_ready else 503)
 
 
 def runs(request: Request) -> Response:
     """Return the runs that are served."""
-    return plain({"runs": console_of(request).runs()})
+    return plain({"runs": api_of(request).runs()})
 
 
 def anomalies(request: Request) -> Response:
     """Return the newest anomalies: of a run, of a step, before a position."""
-    found = console_of(request).anomalies(
+    found = api_of(request).anomalies(
         request.query_params.get("run"),
         limit=number(request, "limit", 100, MAX_ITEMS) or 0,
         before=number(request, "before", None),
@@ -69,7 +69,7 @@ def incidents(request: Request) -> Response:
     state = request.query_params.get("state", "all")
     if state not in ("all", "open"):
         raise ValueError(f'state must be "all" or "open", got "{state}"')
-    found = console_of(request).incidents(
+    found = api_of(request).incidents(
         request.query_params.get("run"),
         limit=number(request, "limit", 100, MAX_ITEMS) or 0,
         is_open=state == "open",
@@ -83,18 +83,18 @@ def act(request: Request) -> Response:
     run = asked.pop("run", None)
     if not isinstance(run, str):
         raise ValueError('expected {"run": NAME, "incident": ID, "act": "ack", "resolve" or "reopen", "who": NAME, ...}')
-    return plain(console_of(request).act(run, msgspec.convert(asked, ActRequest)), 202)
+    return plain(api_of(request).act(run, msgspec.convert(asked, ActRequest)), 202)
 
 
 def series(request: Request) -> Response:
     """Return values of tensors or scalars over steps."""
-    return plain(console_of(request).series(SeriesRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).series(SeriesRequest.parse(request.query_params.multi_items())))
 
 
 def audit(request: Request) -> Response:
     """Return who did what, the newest first."""
     limit = number(request, "limit", 100, MAX_ITEMS) or 0
-    return plain({"audit": console_of(request).audit(request.query_params.get("run"), limit=limit)})
+    return plain({"audit": api_of(request).audit(request.query_params.get("run"), limit=limit)})
 
 
 def control(request: Request) -> Response:
@@ -103,19 +103,19 @@ def control(request: Request) -> Response:
     run, action = asked.pop("run", None), asked.pop("action", None)
     if not isinstance(run, str) or action not in ACTIONS:
         raise ValueError(f'expected {{"run": NAME, "action": {" or ".join(map(repr, ACTIONS))}, ...}}')
-    return plain(console_of(request).control(run, action, asked))
+    return plain(api_of(request).control(run, action, asked))
 
 
 def reload(request: Request) -> Response:
     """Have the rules read again; 422 where they cannot be."""
-    result = console_of(request).reload()
+    result = api_of(request).reload()
     return plain(result, 200 if result.get("outcome") == "ok" else 422)
 
 
-def console_of(request: Request) -> Console:
+def api_of(request: Request) -> DaemonApi:
     """Return whom to ask."""
-    console: Console = request.app.state.console
-    return console
+    api: DaemonApi = request.app.state.api
+    return api
 
 
 def number(request: Request, name: str, otherwise: int | None, most: int = 2**62) -> int | None:

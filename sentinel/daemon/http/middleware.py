@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sentinel.daemon.http import tokens
-from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.responses import problem
 
 log = logging.getLogger("sentinel.http")

@@ -33,7 +33,7 @@ PAGE_POLICY = (
 def render_page(runs: Iterable[Mapping[str, Any]], incidents: Iterable[Mapping[str, Any]], health: Mapping[str, Any]) -> str:
     """Return the whole page. Every text is escaped here and nowhere else.
 
-    runs, incidents, health: as `Console` gives them.
+    runs, incidents, health: as `DaemonApi` gives them.
     """
     status = str(health.get("status", ""))
     problems = "".join(f"<li>{_text(problem)}</li>" for problem in health.get("problems", ()))

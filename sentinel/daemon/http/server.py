@@ -8,8 +8,8 @@ import threading
 from typing import Any
 
 from sentinel.daemon.http.config import HttpConfig
-from sentinel.daemon.http.console import Console
-from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.daemon_api import DaemonApi
+from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.tokens import Tokens
 from sentinel.errors import ConfigError
 
@@ -19,9 +19,9 @@ log = logging.getLogger("sentinel.http")
 class HttpServer:
     """Serves an application from a thread of its own until stopped. The port is bound, and known, before it serves."""
 
-    def __init__(self, console: Console, config: HttpConfig, tokens: Tokens) -> None:
+    def __init__(self, api: DaemonApi, config: HttpConfig, tokens: Tokens) -> None:
         """Bind the address; ConfigError when that cannot be."""
-        self._console, self._config, self._tokens = console, config, tokens
+        self._api, self._config, self._tokens = api, config, tokens
         try:
             family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
             self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -58,7 +58,7 @@ class HttpServer:
 
             from sentinel.daemon.http.app import make_app
 
-            app = make_app(self._console, RequestGate(self._config, self._tokens))
+            app = make_app(self._api, RequestGate(self._config, self._tokens))
             config = uvicorn.Config(
                 app,
                 log_level="warning",

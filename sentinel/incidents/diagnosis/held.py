@@ -60,9 +60,9 @@ class HeldDiagnosis(msgspec.Struct, kw_only=True):
         self.other = found
         needed = HELD_STEPS << min(max(self.num_notified - 1, 0), MAX_DOUBLINGS)
         if is_over or index - self.since + 1 >= needed:
-            self._tell(found, to_do, step)
+            self._notify(found, to_do, step)
 
-    def _tell(self, found: Diagnosis, to_do: str, step: int) -> None:
+    def _notify(self, found: Diagnosis, to_do: str, step: int) -> None:
         if self.num_notified:
             why = found.reasons[0] if found.reasons else "what spoke for it no longer does"
             self.changes = (*self.changes, f"{self.notified.suspected} -> {found.suspected} at step {step}, because {why}")

@@ -15,7 +15,7 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
-from sentinel.report.alert import Alert, RouteConfig, facts, headline, tells_of_an_end
+from sentinel.report.alert import Alert, RouteConfig, facts, headline, reports_end
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
@@ -143,7 +143,7 @@ class AlertmanagerSink:
         annotations["summary"] = headline(alert)
         annotations["change"] = alert.change
         if is_over:
-            # Without this annotation an alert that resolves was not told about for long: the daemon is silent.
+            # Without this annotation an alert that resolves was not sent again for long: the daemon is silent.
             annotations["resolution"] = incident.state if alert.is_closed else "relabelled"
         starts = min(incident.time, now) if incident.time > 0 else now
         stands_s = END_STANDS_S if alert.is_closed else ENDS_AFTER_INTERVALS * self._resend_interval_s
@@ -173,7 +173,7 @@ class AlertmanagerSink:
             notified.add(identity(open_alerts.incident))
         if alert.was_severity is not None:
             notified.add((incident.run, incident.id, alert.was_severity, alert.was_paged))
-        if alert.is_closed and not tells_of_an_end(incident):
+        if alert.is_closed and not reports_end(incident):
             notified.add(current)
             return [self.alert(alert, who, now, is_over=True) for who in sorted(notified, key=repr)]
         old = [self.alert(alert, who, now, is_over=True) for who in sorted(notified - {current}, key=repr)]

@@ -17,7 +17,7 @@ class OpenRequest:
 
     def __init__(self) -> None:
         self.was_connected = False
-        """Whether there was a connection: the other side may have heard something."""
+        """Whether there was a connection: the other side may have received something."""
         self.was_answered = False
         """Whether a status came."""
         self._connections: list[urllib3.connection.HTTPConnection] = []

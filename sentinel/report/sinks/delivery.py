@@ -1,4 +1,4 @@
-"""What a sink is, what became of one delivery, and the one place that speaks HTTP to sinks."""
+"""What a sink is, what became of one delivery, and the one place that sends HTTP requests to sinks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,17 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
     """The server's own wish."""
     is_unknown: bool = False
-    """The request may have been heard although no answer came."""
+    """The request may have been received although no answer came."""
 
 
 SENT = Delivery(outcome="sent")
+
+
+def checked(delivery: object) -> Delivery:
+    """Return what `deliver` gave. TypeError where a sink of another package gave something else."""
+    if not isinstance(delivery, Delivery):
+        raise TypeError(f"deliver() gave {type(delivery).__name__}, expected a sentinel.report.sinks.delivery.Delivery")
+    return delivery
 
 
 class Sink(Protocol):
@@ -85,7 +92,7 @@ class SinkSettings(Protocol):
 
     @property
     def route(self) -> RouteConfig:
-        """What is told."""
+        """What is sent."""
         ...
 
     def build(self, parts: SinkParts) -> Sink:
@@ -95,10 +102,10 @@ class SinkSettings(Protocol):
 
 @runtime_checkable
 class ResendingSink(Protocol):
-    """A sink that forgets what it is not told again."""
+    """A sink that forgets what it is not sent again."""
 
     def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Take what it had been told before a restart."""
+        """Take what it had been sent before a restart."""
         ...
 
     def keep_alive(self, now: float) -> tuple[Delivery | None, float | None]:
@@ -188,7 +195,7 @@ class HttpPoster:
                 allow_redirects=False,
                 stream=True,
             ) as answer:
-                # The status has come: the request was heard, whatever happens to the rest of the answer.
+                # The status has come: the request was received, whatever happens to the rest of the answer.
                 request.was_answered = True
                 text = _beginning(answer)
                 return judge_answer(answer.status_code, answer.headers, text, where, now)

@@ -36,7 +36,7 @@ class OutsideSinks(Mapping[str, type[msgspec.Struct]]):
 def _loaded(part: OutsidePart) -> type[msgspec.Struct]:
     where = part.where
     try:
-        found = part.load()
+        found = part.load_tried()
     except ConfigError as error:
         raise ConfigError(f"{where} {error}") from error
     if not isinstance(found, type) or not issubclass(found, msgspec.Struct):

@@ -9,6 +9,8 @@ from typing import TextIO
 import msgspec
 
 from sentinel.errors import ConfigError, SentinelError
+from sentinel.exception_words import described
+from sentinel.outside_calls import misfit
 from sentinel.report.alert import RouteConfig
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig
 from sentinel.report.sinks.console import ConsoleConfig
@@ -18,7 +20,7 @@ from sentinel.report.sinks.slack import SlackConfig
 from sentinel.report.sinks.webhook import WebhookConfig
 
 SinkConfig = SlackConfig | AlertmanagerConfig | WebhookConfig | ConsoleConfig
-"""Told apart by `type`: slack, alertmanager, webhook, console; those of other packages by the names of entry points."""
+"""Distinguished by `type`: slack, alertmanager, webhook, console; those of other packages by the names of entry points."""
 
 SINKS: dict[str, type[SinkSettings]] = {
     "slack": SlackConfig,
@@ -93,11 +95,17 @@ def build_sink(config: SinkSettings, notify: NotifyConfig, environ: Mapping[str,
         environ=environ, stream=stream, external_url=notify.external_url, proxy=notify.proxy, ca_file=notify.ca_file
     )
     try:
-        return config.build(parts)
+        sink = config.build(parts)
     except SentinelError:
         raise
     except Exception as error:  # another package's code may fail in any way
-        raise ConfigError(f"notify.sinks.{config.name} cannot be built: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"notify.sinks.{config.name} cannot be built: {described(error)}") from error
+    lacking = [name for name in ("name", "digest_after", "max_batch", "deliver") if not hasattr(sink, name)]
+    problem = f"it has no {' and no '.join(lacking)}" if lacking else misfit(sink, {"deliver": ("alerts", "now")})
+    if problem:
+        what = f"build() gave {type(sink).__name__}, which is no sink: {problem}; see sentinel.report.sinks.delivery.Sink"
+        raise ConfigError(f"notify.sinks.{config.name} cannot be built: {what}")
+    return sink
 
 
 def build_sinks(notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> list[Sink]:

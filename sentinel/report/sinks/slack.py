@@ -34,7 +34,7 @@ class SlackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Environment variable that holds the webhook's address."""
 
     route: RouteConfig = RouteConfig(min_severity=Severity.CRITICAL, detectors=("LossSpike",))
-    """What is told; by default critical incidents, and loss spikes from warning on."""
+    """What is sent; by default critical incidents, and loss spikes from warning on."""
 
     page_mention: str = ""
     """Put before a page, as Slack writes it: `<!here>`, `<@U123>`."""

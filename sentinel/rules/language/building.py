@@ -11,7 +11,8 @@ import msgspec
 
 from sentinel.detect import DETECTORS
 from sentinel.errors import RuleError, SentinelError
-from sentinel.rules.guard import guarded
+from sentinel.exception_words import described
+from sentinel.rules.guarded_detector import guarded
 from sentinel.rules.language.schema import Rule
 
 
@@ -41,7 +42,7 @@ def build_detector(rule: Rule, detectors: Mapping[str, type[Any]]) -> Any:
     except Exception as error:
         if cls in DETECTORS.values():
             raise
-        raise RuleError(f"{rule.detector} cannot be made: {type(error).__name__}: {error}") from error
+        raise RuleError(f"{rule.detector} cannot be made: {described(error)}") from error
     return built if cls in DETECTORS.values() else guarded(built, f'detector "{rule.detector}" of rule "{rule.name}"')
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Severity
-from sentinel.detect.dotted import why_not
+from sentinel.detect.known import why_not
 from sentinel.document import Located, show, type_of
 from sentinel.errors import RuleError, SentinelError
 from sentinel.known_words import nearest
 from sentinel.reference import Reference
 from sentinel.rules.language.aggregate_match import read_aggregates
 from sentinel.rules.language.building import build_detector, detector_arguments, is_series_detector
-from sentinel.rules.language.problems import Draft, PackReading
+from sentinel.rules.language.pack_reading import Draft, PackReading
 from sentinel.rules.language.schema import ACTIONS, RULE_KINDS, RULE_STATISTICS, VALUE, Match, Rule
 
 MATCH_KEYS = ("kind", "name", "statistic", "rank", "aggregate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import logging
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from sentinel.rules.language.building import detector_arguments
 from sentinel.rules.language.lint import Finding, lint_rule, lint_together
 from sentinel.rules.language.loader import read_pack
 from sentinel.rules.language.schema import RULE_KINDS, Pack, Rule
+
+log = logging.getLogger("sentinel.rules")
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,13 +110,18 @@ def _statistics(rule: Rule, detector: type[Any]) -> tuple[str, ...]:
 
 
 def list_detectors() -> list[dict[str, Any]]:
-    """Return what there is to know of every detector, other packages' included.
+    """Return what there is to know of every detector, other packages' included; what they offer in vain is logged.
 
     Each: name, summary, doc, statistics that it watches by default, args with their defaults (null: none, or to be given),
     args_doc with what each argument means, needed: arguments without a default.
     """
     found = []
-    for name, cls in known_detectors().items():
+    detectors = known_detectors()
+    for name in detectors:
+        if why := detectors.why_not(name):
+            log.warning("%s; it is left out, mend or uninstall the package that offers it", why)
+            continue
+        cls = detectors[name]
         args = detector_arguments(cls)
         documented = argument_docs(cls)
         found.append(

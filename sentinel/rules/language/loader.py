@@ -11,7 +11,7 @@ from sentinel.document import BrokenDocument, Located, Problem, read_document, s
 from sentinel.errors import RuleError
 from sentinel.known_words import nearest
 from sentinel.rules.language.fields import Fields
-from sentinel.rules.language.problems import Draft, PackReading, ReadReference, unknown_keys
+from sentinel.rules.language.pack_reading import Draft, PackReading, ReadReference, unknown_keys
 from sentinel.rules.language.schema import Pack, Rule
 
 PACKS = Path(__file__).parents[1] / "packs"

@@ -17,7 +17,7 @@ from sentinel.detect import Scores, SeriesDetector
 from sentinel.moments import Moments, raw_statistic
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import onset, skip_note, value_text
+from sentinel.rules.watches.anomaly_records import onset, skip_note, value_text
 from sentinel.rules.watches.healthy_gradients import GRADIENTS
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sentinel.detect import Declaration, declared
-from sentinel.detect.dotted import why_not
-from sentinel.detect.vectorised import Form
+from sentinel.detect.known import why_not
+from sentinel.detect.vectorised import Vectorised
 from sentinel.errors import RuleError
 from sentinel.record import STATISTICS
 from sentinel.rules.language.building import build_detector
 from sentinel.rules.language.schema import VALUE, Pack, Rule
 from sentinel.rules.watches.aggregate_watch import AggregateWatch, Merged
 from sentinel.rules.watches.end_watch import EndWatch
-from sentinel.rules.watches.fast_path import quick_of
+from sentinel.rules.watches.fast_path import fast_path_of
 from sentinel.rules.watches.frame_watch import FrameWatch
 from sentinel.rules.watches.liveness_watch import LivenessWatch
 from sentinel.rules.watches.lost_rows_watch import LossWatch
@@ -54,7 +54,7 @@ def _of_series(rule: Rule, detector: Any, declares: Declaration) -> list[Watch]:
         watches += _of_tensors(rule, detector, declares, kinds)
     if "scalar" in rule.match.kind and (rule.match.kind == ("scalar",) or declares.raw_values):
         fitted = _fitted(detector, VALUE)
-        watches.append(ScalarWatch(rule, fitted, quick_of(fitted) if rule.reference is None else None))
+        watches.append(ScalarWatch(rule, fitted, fast_path_of(fitted) if rule.reference is None else None))
     return watches
 
 
@@ -70,7 +70,7 @@ def _of_tensors(rule: Rule, detector: Any, declares: Declaration, kinds: frozens
         if declares.judges == "own_rows":
             watches.append(OwnRowWatch(rule, fitted, statistic, kinds))
         else:
-            watches.append(TensorWatch(rule, fitted, statistic, kinds, _form_of(fitted, statistic)))
+            watches.append(TensorWatch(rule, fitted, statistic, kinds, _vectorised_of(fitted, statistic)))
     return watches
 
 
@@ -96,9 +96,9 @@ def _fitted(detector: Any, statistic: str) -> Any:
     return detector.for_statistic(statistic) if declared(detector).is_fitted else detector
 
 
-def _form_of(detector: Any, statistic: str) -> Form | None:
-    """Return the form that a detector is for a statistic; None where it is none: then it scores and learns itself."""
+def _vectorised_of(detector: Any, statistic: str) -> Vectorised | None:
+    """Return the vectorised algorithm that a detector is for a statistic; None: it scores and learns itself."""
     declares = declared(detector)
-    is_formed = declares.has_forms and not declares.raw_values and statistic in STATISTICS
-    form: Form | None = detector.form(statistic) if is_formed else None
-    return form
+    is_vectorised = declares.is_vectorised and not declares.raw_values and statistic in STATISTICS
+    vectorised: Vectorised | None = detector.vectorised(statistic) if is_vectorised else None
+    return vectorised

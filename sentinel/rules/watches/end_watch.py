@@ -34,7 +34,7 @@ class EndWatch(Watch):
     Its episode lasts while others live; where no rank sent anything any more, until one does again.
     """
 
-    keeps_what_was_told = True
+    keeps_reported = True
 
     detector: RunEnded
 
@@ -72,7 +72,7 @@ class EndWatch(Watch):
             if self._open:
                 found += self._close(tick, f"the run is over: {wording.run_ended_briefly(tick.ended)}")
             if severity is not None and not is_known:
-                found.append(self._tell(tick, tick.ended.rank, tick.ended, severity))
+                found.append(self._anomaly(tick, tick.ended.rank, tick.ended, severity))
                 if tick.ended.how == SILENCE and not tick.ended.is_restarted:
                     silent = [one for one in tick.ranks if one.end is not None and one.end.how == SILENCE]
                     self._begin(found[-1], silent)
@@ -83,7 +83,7 @@ class EndWatch(Watch):
         died = None if accused else self._died(tick.ranks, tick.now)
         if died is not None:
             rank, end, severity = died
-            found.append(self._tell(tick, rank, end, severity))
+            found.append(self._anomaly(tick, rank, end, severity))
             self._begin(found[-1], [one for one in tick.ranks if one.end is not None])
         return found
 
@@ -139,7 +139,7 @@ class EndWatch(Watch):
             ended.append(msgspec.structs.replace(self._end(one, at), message=why))
         return ended if self.rule.episode_quiet_steps else []
 
-    def _tell(self, tick: Tick, rank: int | None, end: RunEnd | RankEnd, severity: Severity) -> Anomaly:
+    def _anomaly(self, tick: Tick, rank: int | None, end: RunEnd | RankEnd, severity: Severity) -> Anomaly:
         self._reported.update(dict.fromkeys(one.incarnation for one in tick.ranks))
         while len(self._reported) > MAX_REPORTED:
             del self._reported[next(iter(self._reported))]

@@ -1,4 +1,4 @@
-"""Quick: a detector of logged values as C reads it, for the steps at which all is well (native/quick.h)."""
+"""FastPath: a detector of logged values as C reads it, for the steps at which all is well (native/fast_rules.h)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from sentinel.detect import AnomalyNan, AnomalyTurbulence, HiddenNan, NanStorm, SameBatch, State
 from sentinel.detect.drift import Drift, Plateau
 from sentinel.detect.nonfinite import CONVERGED
-from sentinel.detect.vectorised import BaselineForm
+from sentinel.detect.vectorised import VectorisedBaseline
 from sentinel.detect.windowed import GradNormSpike, LossSpike, RollingMedian
-from sentinel.native import quick as native
+from sentinel.native import fast_rules as native
 from sentinel.native import rolling
-from sentinel.native.layout import FORM
-from sentinel.rules.watches.compiled_plan import describe_form
+from sentinel.native.layout import PLAN_ROW
+from sentinel.rules.watches.compiled_plan import describe_algorithm
 
 _LEVEL = ("unit", "level", "noise", "size", "count", "best")
 _ARRAYS = {
@@ -32,10 +32,10 @@ _ARRAYS = {
     "finite": ("points",),
     "batch": ("last", "change", "changes", "run"),
 }
-"""Arrays of the state, in the order of native/quick.h."""
+"""Arrays of the state, in the order of native/fast_rules.h."""
 
 
-class Quick:
+class FastPath:
     """Describes a detector and its state to C, which then takes healthy points in exactly as the detector itself would."""
 
     def __init__(self, detector: Any, kind: str) -> None:
@@ -78,10 +78,10 @@ def _of_batch(detector: Any, state: State) -> Any:
 
 
 def _of_baseline(detector: Any, state: State) -> Any:
-    form = detector.form("value")
-    assert isinstance(form, BaselineForm) and not form.common
-    row = np.zeros(1, FORM)
-    describe_form(row[0], form, state)
+    baseline = detector.vectorised("value")
+    assert isinstance(baseline, VectorisedBaseline) and not baseline.common
+    row = np.zeros(1, PLAN_ROW)
+    describe_algorithm(row[0], baseline, state)
     return row
 
 
@@ -94,12 +94,12 @@ _PARAMETERS: dict[str, Callable[[Any, State], Any]] = {
     "finite": lambda detector, state: ctypes.c_int64("points" in state),
     "batch": _of_batch,
 }
-"""Kind of native/quick.h -> what C is told of a detector of that kind."""
+"""Kind of native/fast_rules.h -> the parameters that C gets of a detector of that kind."""
 _KIND_OF: dict[type[Any], str] = {
     Drift: "drift", Plateau: "plateau", SameBatch: "batch", HiddenNan: "hidden", NanStorm: "finite", AnomalyNan: "finite",
     AnomalyTurbulence: "baseline", RollingMedian: "rolling", LossSpike: "rolling", GradNormSpike: "rolling",
 }  # fmt: skip
-"""The very classes that have a quick way: one that is derived may do anything."""
+"""The very classes that have a fast path: one that is derived may do anything."""
 _HAS_NONE: dict[type[Any], Callable[[Any], bool]] = {
     AnomalyNan: lambda detector: detector.threshold is not None,
     AnomalyTurbulence: lambda detector: bool(detector.compat),
@@ -107,10 +107,10 @@ _HAS_NONE: dict[type[Any], Callable[[Any], bool]] = {
 """Classes with arguments under which they have none."""
 
 
-def quick_of(detector: Any) -> Quick | None:
-    """Return the quick way of a detector; None where it has none: another class, a mode, no library."""
+def fast_path_of(detector: Any) -> FastPath | None:
+    """Return the fast path of a detector; None where it has none: another class, a mode, no library."""
     kind = _KIND_OF.get(type(detector))
     if native.step is None or kind is None or (kind == "rolling" and not rolling.available):
         return None
     has_none = _HAS_NONE.get(type(detector))
-    return None if has_none is not None and has_none(detector) else Quick(detector, kind)
+    return None if has_none is not None and has_none(detector) else FastPath(detector, kind)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class FrameWatch(Watch):
     """All ranks of each step; one episode a rank. Frames that were left out, and ranks that contradict the others."""
 
-    keeps_what_was_told = True
+    keeps_reported = True
 
     def __init__(self, rule: Rule, detector: ImpossibleFrame) -> None:
         super().__init__(rule, detector, "frames_left_out", "frames")
@@ -88,7 +88,7 @@ class FrameWatch(Watch):
 
 
 def _of_another_world(reported: Mapping[int, int]) -> dict[int, str]:
-    """Return rank -> what to say of it, where ranks do not agree how many they are. told: rank -> its number."""
+    """Return rank -> what to say of it, where ranks do not agree how many they are. reported: rank -> its number."""
     if len(set(reported.values())) < 2:
         return {}
     size = world_size_of(reported)

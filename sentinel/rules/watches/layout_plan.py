@@ -29,7 +29,7 @@ class LayoutPlan:
     def __init__(self, layout: Layout, selection: SeriesSelection, watches: Iterable[Watch]) -> None:
         self.layout = layout
         self.selection = selection
-        self._forms: list[tuple[TensorWatch, WatchPlan]] = []
+        self._vectorised: list[tuple[TensorWatch, WatchPlan]] = []
         self._tensors: list[tuple[TensorWatch, WatchPlan]] = []
         self._rows: list[Judge] = []
         self._whole: list[Judge] = []
@@ -37,17 +37,22 @@ class LayoutPlan:
         for watch in watches:
             watch.take_place(self)
         self._compiled = (
-            CompiledPlan([one for one, _ in self._forms], [its for _, its in self._forms]) if self._forms else None
+            CompiledPlan([one for one, _ in self._vectorised], [its for _, its in self._vectorised])
+            if self._vectorised
+            else None
         )
 
     # What a watch takes its place with.
 
     def judge_tensors(self, watch: TensorWatch) -> None:
-        """Have a watch judge the tensors that it matches here: many at once where it is a form, and there is a C library."""
+        """Have a watch judge the tensors that it matches here.
+
+        Many watches are judged in one call where their detectors are vectorised, and there is a C library.
+        """
         its = watch.plan(self.selection)
-        is_formed = watch.form is not None and native.judge_forms is not None
+        is_vectorised = watch.vectorised is not None and native.judge_plan is not None
         if len(its.index):
-            (self._forms if is_formed else self._tensors).append((watch, its))
+            (self._vectorised if is_vectorised else self._tensors).append((watch, its))
 
     def judge_rows(self, judge: Judge) -> None:
         """Have a watch judge the rows of single ranks."""
@@ -66,7 +71,7 @@ class LayoutPlan:
     def series(self, view: StepView) -> list[Anomaly]:
         """Return what is to say of single tensors and rows."""
         rows, columns = RowLookup(view), StepColumns(view)
-        found = self._of_forms(view, self._compiled, rows) if self._compiled is not None else []
+        found = self._of_compiled(view, self._compiled, rows) if self._compiled is not None else []
         for watch, its in self._tensors:
             column = columns.raw(watch.statistic) if watch.declared.raw_values else columns.clean(watch.statistic)
             found += watch.judge(view, its, column, view.present, rows)
@@ -81,8 +86,8 @@ class LayoutPlan:
             learn(view)
         return found
 
-    def _of_forms(self, view: StepView, compiled: CompiledPlan, rows: RowLookup) -> list[Anomaly]:
-        """Judge all watches that are forms in one call; only those with something to say cost Python."""
+    def _of_compiled(self, view: StepView, compiled: CompiledPlan, rows: RowLookup) -> list[Anomaly]:
+        """Judge all watches with a vectorised detector in one call; only those with something to say cost Python."""
         found: list[Anomaly] = []
         stats, present, is_bad = view.stats, view.present, view.is_bad
         hits = compiled.judge(stats, present, is_bad, missing_scale(view))
@@ -103,5 +108,5 @@ class LayoutPlan:
 
 def _of_each(hits: np.ndarray, num_watches: int) -> Sequence[np.ndarray]:
     """Return the hits of each watch, in their order."""
-    ends = np.cumsum(np.bincount(hits["form"], minlength=num_watches))
-    return np.split(hits[np.argsort(hits["form"], kind="stable")], ends[:-1])
+    ends = np.cumsum(np.bincount(hits["plan_row"], minlength=num_watches))
+    return np.split(hits[np.argsort(hits["plan_row"], kind="stable")], ends[:-1])

@@ -43,7 +43,7 @@ class LivenessWatch(Watch):
     replaced. Others that fall silent meanwhile are a new onset.
     """
 
-    keeps_what_was_told = True
+    keeps_reported = True
 
     def __init__(self, rule: Rule, detector: LivenessDetector) -> None:
         super().__init__(rule, detector, "idle_s", "liveness")

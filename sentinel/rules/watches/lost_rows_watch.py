@@ -54,7 +54,7 @@ class LossWatch(Watch):
     of the steps that lost something: then the first word has the whole count.
     """
 
-    keeps_what_was_told = True
+    keeps_reported = True
 
     def __init__(self, rule: Rule, detector: LostRows) -> None:
         super().__init__(rule, detector, "rows_lost", "losses")
@@ -66,7 +66,7 @@ class LossWatch(Watch):
         has_lost = self._take(view)
         known = self._lost
         found: list[Anomaly] = []
-        is_due = self.detector.is_worth_telling(known.num_rows, known.num_steps_gone)
+        is_due = self.detector.is_worth_reporting(known.num_rows, known.num_steps_gone)
         is_ahead = view.decision is not None and view.decision.is_catching_up
         if len(self.episodes):
             if has_lost:
@@ -86,7 +86,7 @@ class LossWatch(Watch):
         """Return the records of what was lost and not reported, and of its end: a new attempt began."""
         known = self._lost
         found = []
-        if not len(self.episodes) and self.detector.is_worth_telling(known.num_rows, known.num_steps_gone):
+        if not len(self.episodes) and self.detector.is_worth_reporting(known.num_rows, known.num_steps_gone):
             found.append(self._open(view))
         found += super().stop(view)
         self._lost = Lost()

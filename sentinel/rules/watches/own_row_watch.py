@@ -17,7 +17,7 @@ from sentinel.moments import raw_statistic
 from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import tensor_anomaly, value_text
+from sentinel.rules.watches.anomaly_records import tensor_anomaly, value_text
 from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.watch import LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
 

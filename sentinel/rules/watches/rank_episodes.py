@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 class RankEpisodes(Watch):
     """One episode a rank and quantity: `info` for one step that is far out, the rule's severity once it lasts."""
 
-    def _spoke(self, scores: Scores) -> np.ndarray:
+    def _anomalous(self, scores: Scores) -> np.ndarray:
         """Return the positions of the members that are anomalous, or that one step alone is worth writing down for."""
-        speaks = scores.score >= 1.0
+        is_anomalous = scores.score >= 1.0
         if "alone" in scores.evidence:
-            speaks = speaks | (scores.evidence["alone"] >= 1.0)
+            is_anomalous = is_anomalous | (scores.evidence["alone"] >= 1.0)
             if len(self.episodes):
-                speaks = speaks | scores.evidence["is_out"]
-        at: np.ndarray = np.flatnonzero(speaks)
+                is_anomalous = is_anomalous | scores.evidence["is_out"]
+        at: np.ndarray = np.flatnonzero(is_anomalous)
         return at
 
-    def _tell(
+    def _onsets(
         self, view: StepView, slots: np.ndarray, at: np.ndarray, scores: Scores, make: Callable[[int, Severity], Anomaly]
     ) -> list[Anomaly]:
         """Return the onset records of what is news, and the ends of the `info` records that a graver one goes on from.

@@ -11,7 +11,7 @@ from sentinel.detect import GroupDetector, Scores
 from sentinel.detect.group import StepPoints
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import finite
+from sentinel.rules.watches.anomaly_records import finite
 from sentinel.rules.watches.rank_episodes import RankEpisodes
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class RankWatch(RankEpisodes):
         state, group = self._gather(slots), np.zeros(len(parts), dtype=np.int64)
         scores = self.detector.score(points, group, state)
         anomalous = scores.score >= 1.0
-        at = self._spoke(scores)
+        at = self._anomalous(scores)
         if at.size:
             _ = scores.baseline
         self.detector.learn(points, group, state, anomalous)
@@ -98,7 +98,7 @@ class RankWatch(RankEpisodes):
         watched = self.rule.match.rank
         at = np.array([one for one in at if not watched or parts[one].rank in watched], dtype=np.int64)
         at = at[np.argsort(slots[at], kind="stable")]
-        return self._tell(
+        return self._onsets(
             view, slots, at, scores, lambda one, severity: self._anomaly(view, parts, stage, scores, one, severity)
         )
 

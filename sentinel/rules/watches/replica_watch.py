@@ -12,7 +12,7 @@ from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import tensor_anomaly
+from sentinel.rules.watches.anomaly_records import tensor_anomaly
 from sentinel.rules.watches.watch import Watch
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ReplicaWatch(Watch):
         found: list[Anomaly] = []
         sets = [one for one in view.differing if self._takes(view, one)]
         if self._have_nothing_in_common(view):
-            found.extend(self._say_unlike(view))
+            found.extend(self._report_unlike(view))
         elif sets:
             checksum = np.array([word for one in sets for word in one.checksums], dtype=np.uint64)
             group = np.repeat(np.arange(len(sets)), [len(one.members) for one in sets])
@@ -93,7 +93,7 @@ class ReplicaWatch(Watch):
         self._are_unlike &= differ
         return self._are_unlike
 
-    def _say_unlike(self, view: StepView) -> list[Anomaly]:
+    def _report_unlike(self, view: StepView) -> list[Anomaly]:
         slot = np.array([self._slot_of.setdefault(NEVER_ALIKE, len(self._slot_of))])
         at = self.episodes.locate(slot)
         if at[0] >= 0:

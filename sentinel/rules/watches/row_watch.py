@@ -14,7 +14,7 @@ from sentinel.moments import raw_statistic
 from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import is_loss_scaling, tensor_anomaly
+from sentinel.rules.watches.anomaly_records import is_loss_scaling, tensor_anomaly
 from sentinel.rules.watches.healthy_gradients import GRADIENTS
 from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.watch import AGREEING_TENSORS, LASTING_STEPS, Watch, WatchPlan

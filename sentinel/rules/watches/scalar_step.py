@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
 from sentinel.detect import State
-from sentinel.native import quick as native
+from sentinel.native import fast_rules as native
 from sentinel.rules.watches.scalar_watch import ScalarWatch, WatchedScalars
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class ScalarStep:
         for watch in step.idle:
             if watch.episodes.onset:
                 found += watch.quiet(view)
-        if step.quick:
+        if step.fast:
             step.take(means, self._num_slow)
-            for watch, named, is_taken in zip(step.quick, step.quick_named, step.taken, strict=True):
+            for watch, named, is_taken in zip(step.fast, step.fast_named, step.taken, strict=True):
                 if not is_taken:
                     self._num_slow += 1
                     found += watch.judge(view, named)
@@ -76,11 +76,11 @@ class _WatchedNames:
         self.idle: list[ScalarWatch] = []
         """Watches that match none of them."""
         self.slow: list[tuple[ScalarWatch, WatchedScalars]] = []
-        """Watches that have no quick way."""
-        self.quick: list[ScalarWatch] = []
-        self.quick_named: list[WatchedScalars] = []
+        """Watches that have no fast path."""
+        self.fast: list[ScalarWatch] = []
+        self.fast_named: list[WatchedScalars] = []
         self.noticing: list[ScalarWatch] = []
-        """Watches that want to hear of resumes and restarted schedules."""
+        """Watches that are notified of resumes and restarted schedules."""
         for watch in watches:
             named = watch.find(names)
             if not named.num:
@@ -88,40 +88,40 @@ class _WatchedNames:
                 continue
             if watch.declared.rearms:
                 self.noticing.append(watch)
-            if watch.quick is None:
+            if watch.fast_path is None:
                 self.slow.append((watch, named))
             else:
-                self.quick.append(watch)
-                self.quick_named.append(named)
-        self.taken = bytearray(len(self.quick))
-        """[quick] whether each took its points in at the newest step."""
-        self._rules = (native.FastRule * len(self.quick))()
+                self.fast.append(watch)
+                self.fast_named.append(named)
+        self.taken = bytearray(len(self.fast))
+        """[fast] whether each took its points in at the newest step."""
+        self._rules = (native.FastRule * len(self.fast))()
         self._means = (ctypes.c_double * len(names))()
         self._states: list[State] = []
         self._as_of = -1
         self._kept: list[tuple[object, ...]] = []
-        if self.quick:
+        if self.fast:
             taken = (ctypes.c_char * len(self.taken)).from_buffer(self.taken)
             self._addresses = ctypes.addressof(self._rules), ctypes.addressof(self._means), ctypes.addressof(taken)
             self._taken = taken
 
     def take(self, means: list[float], num_slow: int) -> None:
-        """Have all quick watches take their points in, those that can."""
-        if num_slow != self._as_of or not all(map(_is_same, self.quick, self._states)):
+        """Have all watches with a fast path take their points in, those that can."""
+        if num_slow != self._as_of or not all(map(_is_same, self.fast, self._states)):
             self._describe()
             self._as_of = num_slow
         self._means[:] = means  # type: ignore[assignment]
         rules, values, taken = self._addresses
         assert native.step is not None
-        native.step(rules, len(self.quick), values, taken)
+        native.step(rules, len(self.fast), values, taken)
 
     def _describe(self) -> None:
         """Look up where parameters and states lie: as long as the arrays are the same, they lie there."""
-        self._states = [watch.state for watch in self.quick]
+        self._states = [watch.state for watch in self.fast]
         self._kept = []
-        for rule, watch, named in zip(self._rules, self.quick, self.quick_named, strict=True):
-            assert watch.quick is not None
-            self._kept.append(watch.quick.describe(rule, watch.state))
+        for rule, watch, named in zip(self._rules, self.fast, self.fast_named, strict=True):
+            assert watch.fast_path is not None
+            self._kept.append(watch.fast_path.describe(rule, watch.state))
             rule.values, rule.series, rule.num = named.at.ctypes.data, named.series.ctypes.data, named.num
 
 

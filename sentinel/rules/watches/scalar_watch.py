@@ -16,14 +16,14 @@ from sentinel.detect import Scores
 from sentinel.reference import Reference
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import healthy_gradients, wording
-from sentinel.rules.watches.facts import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
+from sentinel.rules.watches.anomaly_records import any_place, finite, is_loss_scaling, moved_ranks, skip_note, value_text
 from sentinel.rules.watches.loss_parts import is_of_evaluation, parts, sides, total_of
 from sentinel.rules.watches.recurring import OFTEN, Recurring
 from sentinel.rules.watches.reference_runs import ReferenceRuns, ReferenceScalars
 from sentinel.rules.watches.watch import HIGHER, LASTING_STEPS, AnomalousPoints, SeriesWatch
 
 if TYPE_CHECKING:
-    from sentinel.rules.watches.fast_path import Quick
+    from sentinel.rules.watches.fast_path import FastPath
     from sentinel.step_view import StepView
 
 _LOSS = re.compile(r"(^|[._/ -])loss(es)?$", re.IGNORECASE)
@@ -56,10 +56,10 @@ class WatchedScalars(msgspec.Struct, frozen=True):
 class ScalarWatch(SeriesWatch):
     """Logged values, one series a name: the mean over the ranks that report it."""
 
-    def __init__(self, rule: Rule, detector: Any, quick: Quick | None = None) -> None:
+    def __init__(self, rule: Rule, detector: Any, fast_path: FastPath | None = None) -> None:
         super().__init__(rule, detector, "value", "scalar")
-        self.quick = quick
-        """A quick way to take in points that are well, where there is one."""
+        self.fast_path = fast_path
+        """A fast path to take in points that are well, where there is one."""
         self._slot_of: dict[str, int] = {}
         self._last: tuple[int, int] | None = None
         self._rate: float | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.rules.watches.facts import is_loss_scaling, loss_scale_of
+from sentinel.rules.watches.anomaly_records import is_loss_scaling, loss_scale_of
 from sentinel.rules.watches.healthy_gradients import GRADIENTS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from sentinel.kinds import is_of_kind
 from sentinel.place import Place
 from sentinel.rules.language.schema import VALUE, Rule
 from sentinel.rules.watches import wording
-from sentinel.rules.watches.facts import finite, tensor_anomaly
+from sentinel.rules.watches.anomaly_records import finite, tensor_anomaly
 from sentinel.rules.watches.rank_episodes import RankEpisodes
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class SkewWatch(RankEpisodes):
         self.detector.learn(points, group, state, anomalous)
         self._scatter(state, slots)
         self.num_points += len(reported.value)
-        at = self._spoke(scores)
+        at = self._anomalous(scores)
         if self.rule.match.rank:
             at = at[np.isin(reported.rank[at], self.rule.match.rank)]
         found = self._emit(view, reported, group, scores, slots, at) if at.size else []
@@ -167,7 +167,7 @@ class SkewWatch(RankEpisodes):
         self._known = (view.layout, reported, slots, group)
         return slots, group
 
-    # -- what was told ---------------------------------------------------------------------------------------------------
+    # -- what was reported -----------------------------------------------------------------------------------------------
 
     def _reported(self, view: StepView) -> _RankValues:
         scalars = self._of_scalars(view) if self._has_scalars else _NOTHING
@@ -260,7 +260,7 @@ class SkewWatch(RankEpisodes):
         if "first" in scores.evidence:
             at = self._once_each(reported, scores, at)
         at = at[np.argsort(slots[at], kind="stable")]
-        return self._tell(
+        return self._onsets(
             view, slots, at, scores, lambda one, severity: self._anomaly(view, reported, group, scores, one, severity)
         )
 

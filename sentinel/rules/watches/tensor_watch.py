@@ -10,12 +10,12 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.detect import SeriesDetector
-from sentinel.detect.vectorised import Form
+from sentinel.detect.vectorised import Vectorised
 from sentinel.native.layout import HIT_SETTLED
 from sentinel.record import NONE_ID
 from sentinel.rules.language.schema import Rule
 from sentinel.rules.watches import healthy_gradients, wording
-from sentinel.rules.watches.facts import moved_holders, tensor_anomaly, value_text
+from sentinel.rules.watches.anomaly_records import moved_holders, tensor_anomaly, value_text
 from sentinel.rules.watches.series_index import SeriesSelection
 from sentinel.rules.watches.watch import BACKGROUND_RATE, LASTING_STEPS, AnomalousPoints, SeriesWatch, WatchPlan
 
@@ -57,14 +57,21 @@ class TensorWatch(SeriesWatch):
     """Logical tensors: merged over shards, micro-steps and replicas; per rank only where nobody may merge."""
 
     def __init__(
-        self, rule: Rule, detector: SeriesDetector, statistic: str, kinds: frozenset[str], form: Form | None = None
+        self,
+        rule: Rule,
+        detector: SeriesDetector,
+        statistic: str,
+        kinds: frozenset[str],
+        vectorised: Vectorised | None = None,
     ) -> None:
-        """form: what the detector is for this statistic, where it is one: then many watches are judged at once."""
+        """vectorised: the algorithm that the detector is for this statistic; None: none. With one, many watches are judged
+        in one call.
+        """
         super().__init__(rule, detector, statistic, "tensor")
         self.kinds = kinds
-        self.form = form
-        if form is not None:
-            self.scorer = form
+        self.vectorised = vectorised
+        if vectorised is not None:
+            self.scorer = vectorised
         self.series = np.zeros(0, dtype=np.int32)
         """[num_series] the number of each one in the engine's SeriesIndex."""
 

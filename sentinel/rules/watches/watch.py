@@ -63,7 +63,7 @@ class WatchPlan(msgspec.Struct, frozen=True):
 class Watch:
     """One rule on one statistic. Subclasses say what its series are, and when they are judged."""
 
-    keeps_what_was_told: ClassVar[bool] = False
+    keeps_reported: ClassVar[bool] = False
     """When baselines begin anew it stays as it is: what it reported of ranks and their ends stays reported."""
 
     def __init__(self, rule: Rule, detector: Any, statistic: str, mode: str) -> None:
@@ -71,7 +71,7 @@ class Watch:
         self.rule, self.detector, self.statistic, self.mode = rule, detector, statistic, mode
         self.declared = declared(detector)
         self.scorer: Any = detector
-        """What scores and learns: the detector, or the form that it is."""
+        """What scores and learns: the detector, or the vectorised algorithm that it is."""
         self.state: State = {}
         self.num_series = 0
         self.episodes = Episodes()

@@ -13,7 +13,8 @@ import sentinel
 from sentinel.collect.adapters.moe_tracker import MoETracker, num_moe_layers
 from sentinel.place import Place
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 class Writer:

@@ -9,7 +9,8 @@ import torch
 import sentinel
 from sentinel.collect.monitor import Monitor
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 def attached(model: TinyModel, *optimizers: torch.optim.Optimizer) -> Monitor:

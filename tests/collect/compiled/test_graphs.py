@@ -16,24 +16,26 @@ from sentinel.collect.compiled import ops as compiled_ops
 from sentinel.collect.compiled.ops import Ticket
 from sentinel.collect.hooks.graph_tap import GraphTap
 
+from ...support.nets import Block, TinyModel, tokens
+from ...support.spools import Said
 from ..compiled_runs import (
     BLACK_BOX,
+    EACH_AFTER_EACH,
     FULL,
     STYLES,
     Compile,
+    Order,
     Run,
     assert_same_rows,
     cross_entropy,
     each_block,
     function,
-    train,
+    train_compiled,
     whole,
 )
-from ..conftest import Block, Said, TinyModel, tokens
 
 pytestmark = pytest.mark.skipif(bool(compiled_ops.unavailable), reason=compiled_ops.unavailable or "-")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-ORDERS = pytest.mark.parametrize("alternating", [True, False], ids=["F B F B", "F F B B"])
 
 
 @pytest.fixture(scope="session")
@@ -90,39 +92,36 @@ class Shaped(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("style", "alternating", "config"),
-    [(style, alternating, FULL) for style in STYLES for alternating in (True, False)]
-    + [(style, False, BLACK_BOX) for style in ("whole", "function")],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ("style", "config"),
+    [*((style, FULL) for style in STYLES), ("whole", BLACK_BOX), ("function", BLACK_BOX)],
+    ids=lambda value: value if isinstance(value, str) else "every site" if value is FULL else "black box",
 )
-def test_rows_are_those_of_the_uncompiled_model(
-    tmp_path: Path, style: str, alternating: bool, config: dict[str, Any]
-) -> None:
+def test_rows_are_those_of_the_uncompiled_model(tmp_path: Path, style: str, config: dict[str, Any]) -> None:
     compile_it = STYLES[style]("aot_eager")
 
-    plain = train(tmp_path / "plain", config=config, alternating=alternating)
-    bare = train(None, compile_it, config, alternating=alternating)
-    watched = train(tmp_path / "watched", compile_it, config, alternating=alternating)
+    plain = train_compiled(tmp_path / "plain", config=config, orders=EACH_AFTER_EACH, steps=4)
+    bare = train_compiled(None, compile_it, config, orders=EACH_AFTER_EACH, steps=4)
+    watched = train_compiled(tmp_path / "watched", compile_it, config, orders=EACH_AFTER_EACH, steps=4)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.said is not None
     num_sites = 11 if config is FULL else 3
-    assert [len(watched.said.of(1, kind)) for kind in ("activation", "dgrad")] == [3 * num_sites] * 2
+    found = [len(watched.said.of(step, kind)) for step in range(4) for kind in ("activation", "dgrad")]
+    assert found == [3 * num_sites] * 8
     assert watched.is_same(bare)
-    assert watched.graphs == bare.graphs == [1, 1]
+    assert watched.graphs == bare.graphs == [1] * 4
 
 
 @pytest.mark.parametrize("style", ["whole", "blocks", "function"])
 def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path: Path, style: str) -> None:
     compile_it = STYLES[style]("aot_eager")
 
-    plain = train(tmp_path / "plain")
-    watched = train(tmp_path / "watched", compile_it, attach_last=True)
+    plain = train_compiled(tmp_path / "plain")
+    watched = train_compiled(tmp_path / "watched", compile_it, attach_last=True)
 
     assert_same_rows(plain.said, watched.said)
 
 
-@ORDERS
 @pytest.mark.parametrize(
     ("kind", "compile_it"),
     [
@@ -137,15 +136,13 @@ def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path
     ],
     ids=["inside a checkpoint", "around", "around reentrant", "tied", "in place", "nested", "broken", "no autograd"],
 )
-def test_rows_are_the_same_however_modules_are_called(
-    tmp_path: Path, kind: str, compile_it: Compile, alternating: bool
-) -> None:
+def test_rows_are_the_same_however_modules_are_called(tmp_path: Path, kind: str, compile_it: Compile) -> None:
     def make() -> nn.Module:
         return Shaped(kind)
 
-    plain = train(tmp_path / "plain", make=make, alternating=alternating)
-    bare = train(None, compile_it, make=make, alternating=alternating)
-    watched = train(tmp_path / "watched", compile_it, make=make, alternating=alternating)
+    plain = train_compiled(tmp_path / "plain", make=make, orders=EACH_AFTER_EACH, steps=4)
+    bare = train_compiled(None, compile_it, make=make, orders=EACH_AFTER_EACH, steps=4)
+    watched = train_compiled(tmp_path / "watched", compile_it, make=make, orders=EACH_AFTER_EACH, steps=4)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.is_same(bare)
@@ -159,8 +156,8 @@ def test_a_chunk_that_is_a_layer_of_torch_is_measured_inside(tmp_path: Path) -> 
     def square(call: Any, seed: int) -> torch.Tensor:
         return call(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean()
 
-    plain = train(tmp_path / "plain", make=make, loss=square)
-    watched = train(tmp_path / "watched", whole("aot_eager"), make=make, loss=square)
+    plain = train_compiled(tmp_path / "plain", make=make, loss=square)
+    watched = train_compiled(tmp_path / "watched", whole("aot_eager"), make=make, loss=square)
 
     assert_same_rows(plain.said, watched.said)
 
@@ -170,8 +167,8 @@ def test_shapes_may_change(tmp_path: Path) -> None:
         batch = torch.randint(0, 11, (3 + seed % 4, 4 + seed % 3), generator=torch.Generator().manual_seed(seed))
         return nn.functional.cross_entropy(call(batch).flatten(0, 1), batch.flatten())
 
-    plain = train(tmp_path / "plain", loss=ragged)
-    watched = train(tmp_path / "watched", whole("aot_eager", dynamic=True), loss=ragged)
+    plain = train_compiled(tmp_path / "plain", loss=ragged)
+    watched = train_compiled(tmp_path / "watched", whole("aot_eager", dynamic=True), loss=ragged)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.graphs == [1, 1]
@@ -192,8 +189,8 @@ def test_a_retained_graph_counts_once(tmp_path: Path) -> None:
     def twice(call: Any, seed: int) -> Any:
         return Twice(cross_entropy(call, seed))
 
-    plain = train(tmp_path / "plain", loss=twice)
-    watched = train(tmp_path / "watched", whole("aot_eager"), loss=twice)
+    plain = train_compiled(tmp_path / "plain", loss=twice)
+    watched = train_compiled(tmp_path / "watched", whole("aot_eager"), loss=twice)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.said is not None and len(watched.said.of(1, "dgrad", "blocks.0")) == 3
@@ -237,8 +234,8 @@ def test_evaluation_in_between_leaves_no_rows(tmp_path: Path) -> None:
         model.compile(backend="aot_eager", fullgraph=True)
         return model
 
-    plain = train(tmp_path / "plain", before_step=evaluate)
-    watched = train(tmp_path / "watched", compile_it, before_step=evaluate)
+    plain = train_compiled(tmp_path / "plain", before_step=evaluate)
+    watched = train_compiled(tmp_path / "watched", compile_it, before_step=evaluate)
 
     assert_same_rows(plain.said, watched.said)
 
@@ -248,14 +245,14 @@ def test_gradients_belong_to_the_micro_step_of_their_own_forward(tmp_path: Path,
         assert run.said is not None
         return [int(row["micro_step"]) for row in run.said.of(1, "dgrad", "blocks.0")]
 
-    right = train(tmp_path / "right", whole("aot_eager"), alternating=False)
+    right = train_compiled(tmp_path / "right", whole("aot_eager"), orders=(Order.FORWARDS_FIRST,))
     answer = GraphTap.gradient_passes
 
     def of_the_last_forward(tap: GraphTap, gradient: torch.Tensor, ticket: Ticket) -> None:
         answer(tap, gradient, ticket._replace(micro_step=tap._tap.chunk.micro_step))
 
     monkeypatch.setattr(GraphTap, "gradient_passes", of_the_last_forward)
-    wrong = train(tmp_path / "wrong", whole("aot_eager"), alternating=False)
+    wrong = train_compiled(tmp_path / "wrong", whole("aot_eager"), orders=(Order.FORWARDS_FIRST,))
 
     assert micro_steps(right) == [0, 1, 2]
     assert micro_steps(wrong) == [2, 2, 2]
@@ -282,8 +279,8 @@ def switch(monitor: Any, step: int, model: nn.Module) -> None:
 def test_full_monitoring_is_one_second_graph_and_nothing_else_is_compiled(tmp_path: Path, style: str) -> None:
     compile_it = STYLES[style]("aot_eager")
 
-    plain = train(tmp_path / "plain", config=BLACK_BOX, steps=10, before_step=switch)
-    watched = train(tmp_path / "watched", compile_it, BLACK_BOX, steps=10, before_step=switch)
+    plain = train_compiled(tmp_path / "plain", config=BLACK_BOX, steps=10, before_step=switch)
+    watched = train_compiled(tmp_path / "watched", compile_it, BLACK_BOX, steps=10, before_step=switch)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.graphs == [1] + [2] * 9
@@ -293,8 +290,8 @@ def test_full_monitoring_is_one_second_graph_and_nothing_else_is_compiled(tmp_pa
 def test_no_cadence_compiles_anything(tmp_path: Path, schedule: dict[str, int]) -> None:
     config = {**FULL, **schedule}
 
-    plain = train(tmp_path / "plain", config=config, steps=6)
-    watched = train(tmp_path / "watched", whole("aot_eager"), config, steps=6)
+    plain = train_compiled(tmp_path / "plain", config=config, steps=6)
+    watched = train_compiled(tmp_path / "watched", whole("aot_eager"), config, steps=6)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.graphs[-1] <= 2 and watched.graphs[3:] == [watched.graphs[3]] * 3
@@ -338,7 +335,7 @@ def ops_in_graph(compile_with: Any, config: dict[str, Any], folder: Path) -> lis
         found.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("sentinel"))
         return graph.forward
 
-    train(folder, compile_with(backend), config, steps=1)
+    train_compiled(folder, compile_with(backend), config, steps=1)
     return found
 
 
@@ -356,8 +353,8 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graph(tmp_path: Path) -
     def make() -> nn.Module:
         return TinyModel(num_blocks=10)  # More than torch compiles of one function before it gives up.
 
-    plain = train(tmp_path / "plain", make=make, steps=1)
-    watched = train(tmp_path / "watched", each_block("aot_eager"), make=make, steps=1)
+    plain = train_compiled(tmp_path / "plain", make=make, steps=1)
+    watched = train_compiled(tmp_path / "watched", each_block("aot_eager"), make=make, steps=1)
 
     assert_same_rows(plain.said, watched.said)
     assert watched.graphs == [1]
@@ -372,9 +369,9 @@ def test_fp32_is_bit_identical_in_inductor_with_every_site_in_one_graph(tmp_path
     def make() -> nn.Module:
         return Shaped("checkpointed", num_blocks=2)
 
-    bare = train(None, whole("inductor"), make=make, alternating=False)
-    watched = train(tmp_path / "watched", whole("inductor"), make=make, alternating=False)
-    plain = train(tmp_path / "plain", make=make, alternating=False)
+    bare = train_compiled(None, whole("inductor"), make=make, orders=(Order.FORWARDS_FIRST,))
+    watched = train_compiled(tmp_path / "watched", whole("inductor"), make=make, orders=(Order.FORWARDS_FIRST,))
+    plain = train_compiled(tmp_path / "plain", make=make, orders=(Order.FORWARDS_FIRST,))
 
     assert watched.is_same(bare)
     assert watched.graphs == bare.graphs == [1, 1]
@@ -385,8 +382,8 @@ def test_fp32_is_bit_identical_in_inductor_with_every_site_in_one_graph(tmp_path
 def test_blocks_in_inductor_are_bit_identical_through_both_graphs(tmp_path: Path) -> None:
     compile_it = each_block("inductor")
 
-    bare = train(None, compile_it, BLACK_BOX, steps=4)
-    watched = train(
+    bare = train_compiled(None, compile_it, BLACK_BOX, steps=4)
+    watched = train_compiled(
         tmp_path / "watched", compile_it, BLACK_BOX, steps=4,
         before_step=lambda monitor, step, model: monitor.enable(["activation"], for_steps=1) if step == 1 else None,
     )  # fmt: skip
@@ -404,8 +401,8 @@ def test_bf16_stays_within_the_rounding_of_its_losses(tmp_path: Path, config: di
     def make() -> nn.Module:
         return TinyModel(num_blocks=1).to(torch.bfloat16)
 
-    bare = train(None, whole("inductor"), make=make, steps=6)
-    watched = train(tmp_path / "watched", whole("inductor"), config, make=make, steps=6)
+    bare = train_compiled(None, whole("inductor"), make=make, steps=6)
+    watched = train_compiled(tmp_path / "watched", whole("inductor"), config, make=make, steps=6)
 
     # One rounding of bf16 is 2**-8 of the value; losses here are below 4. Chosen: two of them after 18 micro-batches.
     assert max(abs(one - two) for one, two in zip(bare.losses, watched.losses, strict=True)) <= 2 * 4 * 2**-8

@@ -13,7 +13,8 @@ from sentinel.collect.hooks.aliases import Aliases
 from sentinel.collect.rows.tensor_table import TensorEntry
 from sentinel.record import Kind
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 class HandOn(torch.autograd.Function):

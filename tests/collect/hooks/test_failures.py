@@ -11,11 +11,15 @@ import torch
 import sentinel
 from sentinel.collect.hooks.failures import describe_failure, shapes_of
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("planned")
+
+
+PLANNED = f"{__file__}:{fail.__code__.co_firstlineno + 1}"
 
 
 def test_a_probe_that_fails_on_a_tensor_names_module_probe_shapes_and_loss(
@@ -33,7 +37,7 @@ def test_a_probe_that_fails_on_a_tensor_names_module_probe_shapes_and_loss(
     shape = list(model.blocks[0].fc1(torch.zeros(1, 8)).shape[-1:])
     assert reported.site == "blocks.0.fc1:saturation"
     assert reported.message.startswith("probe saturation, at activation of blocks.0.fc1, given [")
-    assert f"{shape[0]}] float32: RuntimeError: planned; " in reported.message
+    assert f"{shape[0]}] float32: RuntimeError: planned ({PLANNED}); " in reported.message
     assert (
         "rows of saturation at activation of blocks.0.fc1 are missing from this step; training goes on" in reported.message
     )
@@ -52,7 +56,7 @@ def test_a_probe_that_fails_at_the_end_of_a_step_says_that_its_rows_are_missing(
 
     (reported,) = [one for one in Said(run).health if one.code == "hook_failed" and one.site == "channel"]
     assert reported.message == (
-        "probe channel: RuntimeError: planned; rows of channel are missing from this step; training goes on"
+        f"probe channel: RuntimeError: planned ({PLANNED}); rows of channel are missing from this step; training goes on"
     )
 
 
@@ -65,7 +69,8 @@ def test_a_tap_that_fails_says_which_rows_are_missing(run: Path, monkeypatch: py
     monitor.detach()
 
     reported = {one.site: one.message for one in Said(run).health if one.code == "hook_failed"}
-    assert "RuntimeError: planned; rows of its outputs, and of their gradients, are missing" in reported["blocks.0.fc1"]
+    lost = "rows of its outputs, and of their gradients, are missing"
+    assert f"RuntimeError: planned ({PLANNED}); {lost}" in reported["blocks.0.fc1"]
     assert "given [" in reported["blocks.0.fc1"] and "float32" in reported["blocks.0.fc1"]
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import sentinel
 
-from ..conftest import ALL_KINDS, Said, TinyModel, loss_of, norm
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import ALL_KINDS, Said, norm
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, "torch.amp.GradScaler", int], None]
 

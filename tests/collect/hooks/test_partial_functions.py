@@ -14,7 +14,7 @@ from torch import nn
 import sentinel
 from sentinel.collect.hooks.partial_functions import partial_functions
 
-from ..conftest import Said
+from ...support.spools import Said
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,13 +15,13 @@ from sentinel.record import Flag, Kind
 def test_plain_parameters_follow_the_rank_to_another_place() -> None:
     param = nn.Parameter(torch.ones(3, 2))
     param.grad = torch.ones(3, 2)
-    holding = TorchStorage(Place())
+    storage = TorchStorage(Place())
 
-    alone = holding.param(param), holding.wgrad(param)
-    holding.place = Place(world_size=2, dp_size=2)
-    copied = holding.param(param), holding.wgrad(param)
-    holding.place = Place(world_size=2, tp_size=2)
-    split = holding.param(param), holding.wgrad(param)
+    alone = storage.param(param), storage.wgrad(param)
+    storage.place = Place(world_size=2, dp_size=2)
+    copied = storage.param(param), storage.wgrad(param)
+    storage.place = Place(world_size=2, tp_size=2)
+    split = storage.param(param), storage.wgrad(param)
 
     assert [held.placements for held in (*alone, *copied, *split) if held is not None] == [
         {}, {}, {"dp": "replicate"}, {"dp": "replicate"}, {"tp": "unknown"}, {"tp": "unknown"},
@@ -42,11 +42,11 @@ def test_plain_parameters_beside_dtensors_are_copies_from_the_next_look_on() -> 
             return (shard(),)
 
     plain, placed = nn.Parameter(torch.ones(3)), torch.ones(3).as_subclass(Placed)
-    holding = TorchStorage(Place(world_size=2, tp_size=2))
+    storage = TorchStorage(Place(world_size=2, tp_size=2))
 
-    before = holding.param(plain)
-    holding.look([plain, placed])
-    after = holding.param(plain)
+    before = storage.param(plain)
+    storage.look([plain, placed])
+    after = storage.param(plain)
 
     assert before is not None
     assert after is not None
@@ -56,10 +56,10 @@ def test_plain_parameters_beside_dtensors_are_copies_from_the_next_look_on() -> 
 def test_shape_and_type_of_a_weight_are_described_again_when_they_change() -> None:
     table = TensorTable()
     entry = table.entry(0, "head.weight", Kind.PARAM)
-    holding = TorchStorage(Place())
+    storage = TorchStorage(Place())
     reported = []
     for tensor in (torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(4, 2)):
-        held = holding.param(nn.Parameter(tensor))
+        held = storage.param(nn.Parameter(tensor))
         assert held is not None
         table.describe(entry, held.tensor, held.placements, held.part, held.shape)
         reported.append((entry.shape, entry.dtype))

@@ -15,7 +15,8 @@ from torch.distributed.pipelining import stage as stage_module
 import sentinel
 from sentinel.collect.parallel import pipelining
 
-from ..conftest import Said, TinyModel, tokens
+from ...support.nets import TinyModel, tokens
+from ...support.spools import Said
 
 
 @pytest.fixture

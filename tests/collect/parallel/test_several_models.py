@@ -16,7 +16,7 @@ from sentinel.errors import ConfigError
 from sentinel.ingest.model_layout import ModelLayout
 from sentinel.place import Place
 
-from ..conftest import ALL_KINDS, Said
+from ...support.spools import ALL_KINDS, Said
 
 
 class Generator(nn.Module):

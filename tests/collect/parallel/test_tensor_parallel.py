@@ -14,8 +14,9 @@ from torch import nn
 
 from sentinel.collect.parallel.styles import declared_by_style
 
-from ...end_to_end.ranks import Spoken
-from ...layouts.layout import EVERYTHING, Result, Trainer, differences, received, statistics, train
+from ...layouts.layout import EVERYTHING, Result, Trainer, differences, train_ranks
+from ...support.closed_steps import closed_steps, statistics
+from ...support.spools import Spoken
 from .. import llama
 
 LAYOUTS: dict[str, tuple[Callable[[], Trainer], int]] = {
@@ -40,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         folder = tmp_path_factory.mktemp("run")
         build, world = LAYOUTS[name]
         # These loops divide the loss themselves and add the gradients of their replicas up.
-        return folder, train(folder, build, world, config={**EVERYTHING, "gradient_divisor": 1.0})
+        return folder, train_ranks(folder, build, world, config={**EVERYTHING, "gradient_divisor": 1.0})
 
     return once
 
@@ -57,7 +58,7 @@ def test_activations_mean_what_they_mean_on_one_process(name: str, trained: Trai
     (folder, _), (alone, _) = trained(name), trained("one process")
 
     assert [key for key, word in placements(folder).items() if word == "unknown"] == []
-    for ours, truth in zip(received(folder), received(alone), strict=True):
+    for ours, truth in zip(closed_steps(folder / "run"), closed_steps(alone / "run"), strict=True):
         for kind in ("activation", "activation_in", "dgrad", "dgrad_in"):
             expected = statistics(truth, kind)
             assert len(expected) > 10
@@ -91,14 +92,14 @@ def test_gradients_of_sequence_parallel_norms_are_summands(trained: Trained) -> 
     expected = {"norm.weight"} | {f"layers.{at}.n{n}.weight" for at in (0, 1) for n in (1, 2)}
 
     assert {name for (name, kind), word in placements(folder).items() if (kind, word) == ("wgrad", "partial")} == expected
-    ours, truth = statistics(received(folder)[1], "wgrad"), statistics(received(alone)[1], "wgrad")
+    ours, truth = statistics(closed_steps(folder / "run")[1], "wgrad"), statistics(closed_steps(alone / "run")[1], "wgrad")
     assert set(differences(ours, truth)) == {f"missing: {name}/wgrad" for name in expected}
 
 
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 def test_training_is_bit_identical(name: str, trained: Trained, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
-    bare, (_, seen) = train(tmp_path, build, world), trained(name)
+    bare, (_, seen) = train_ranks(tmp_path, build, world), trained(name)
 
     for ours, theirs in zip(seen, bare, strict=True):
         assert (ours.losses, ours.weights, ours.num_collectives) == (theirs.losses, theirs.weights, theirs.num_collectives)
@@ -107,7 +108,7 @@ def test_training_is_bit_identical(name: str, trained: Trained, tmp_path: Path) 
 
 def test_what_is_not_certain_stays_apart_unless_the_user_says_it(tmp_path: Path) -> None:
     hints = {"layers.1.drop": {"tp": "replicate"}, "layers.1.mine": {"tp": "shard"}}
-    train(tmp_path, llama.tp_uncertain, 2, config={**EVERYTHING, "site_placements": hints})
+    train_ranks(tmp_path, llama.tp_uncertain, 2, config={**EVERYTHING, "site_placements": hints})
 
     words = placements(tmp_path)
     for kind in ("activation", "dgrad"):
@@ -117,13 +118,13 @@ def test_what_is_not_certain_stays_apart_unless_the_user_says_it(tmp_path: Path)
         assert words["layers.1.drop", kind] == "replicate"
         assert words["layers.1.mine", kind] == "shard"
         assert words["layers.0.ff.w2", kind] == "replicate"  # The positive control.
-    keys = {tensor.key for tensor in received(tmp_path)[0].tensors}
+    keys = {tensor.key for tensor in closed_steps(tmp_path / "run")[0].tensors}
     assert {"layers.0.drop/activation@tp1", "layers.1.drop/activation"} <= keys
 
 
 def test_frozen_layers_are_placed_by_their_styles(tmp_path: Path) -> None:
     """Without gradients there is no graph; the hooks of ColwiseParallel and its kin still say it."""
-    train(tmp_path, llama.tp_frozen, 2, config=EVERYTHING)
+    train_ranks(tmp_path, llama.tp_frozen, 2, config=EVERYTHING)
 
     words = placements(tmp_path)
     assert words["layers.0.attention.wq", "activation"] == "shard"

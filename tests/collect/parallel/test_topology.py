@@ -16,9 +16,9 @@ from sentinel.collect.environment import Environment
 from sentinel.collect.parallel.topology import Topology
 from sentinel.place import Place
 
-from ... import forked
-from ...ports import free_port
-from ..conftest import TinyModel
+from ...support import forked
+from ...support.nets import TinyModel
+from ...support.ports import free_port
 
 
 def ddp_after() -> tuple[Any, nn.Module]:
@@ -75,7 +75,7 @@ def find(rank: int, port: int, folder: str) -> None:
 
 def test_place_is_found(tmp_path: Path) -> None:
     port = free_port()
-    forked.start(find, (port, str(tmp_path)), 4)  # One launch for all: it is what takes the time.
+    forked.start_ranks(find, (port, str(tmp_path)), 4)  # One launch for all: it is what takes the time.
 
     said: list[list[Place]] = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(4)]
 

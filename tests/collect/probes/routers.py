@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...support.training import train_steps
+
 WIDTH, EXPERTS, TOP = 12, 6, 2
 
 
@@ -218,16 +220,5 @@ def batch(seed: int) -> torch.Tensor:
     return 2 * torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
-def fit(model: nn.Module, num_steps: int = 2, micro_steps: int = 2) -> list[float]:
-    torch.manual_seed(7)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            loss = model(batch(10 * step + micro_step))
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def train_routed(model: nn.Module, num_steps: int = 2) -> list[float]:
+    return train_steps(model, num_steps, seed=7, loss=lambda model, seed: model(batch(seed)))

@@ -14,7 +14,8 @@ from torch import nn
 import sentinel
 from sentinel.collect.probes import alignment
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 from .test_wgrad_unreduced import WithDropout
 
 CONFIG = {"kinds": ["grad_momentum_alignment"]}
@@ -38,7 +39,7 @@ def truth_of(model: nn.Module, optimizer: Any) -> dict[str, tuple[float, float]]
     return found
 
 
-def train(model: nn.Module, optimizer: Any, num_steps: int = 3, with_closure: bool = False) -> list[dict[str, Any]]:
+def train_aligned(model: nn.Module, optimizer: Any, num_steps: int = 3, with_closure: bool = False) -> list[dict[str, Any]]:
     torch.manual_seed(1)
     truth: list[dict[str, Any]] = []
     for step in range(num_steps):
@@ -80,7 +81,7 @@ def test_share_and_cosine_are_those_of_the_momentum_before_the_step(
     model = TinyModel()
     optimizer = OPTIMIZERS[name](model.parameters())
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    truth = train(model, optimizer)
+    truth = train_aligned(model, optimizer)
     monitor.detach()
 
     said, numel = Said(run), {n: p.numel() for n, p in model.named_parameters()}
@@ -97,7 +98,7 @@ def test_behind_a_closure_the_momentum_of_before_is_worked_out(name: str, run: P
     model = TinyModel()
     optimizer = OPTIMIZERS[name](model.parameters())
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    truth = train(model, optimizer, 4, with_closure=True)
+    truth = train_aligned(model, optimizer, 4, with_closure=True)
     monitor.detach()
 
     said, numel = Said(run), {n: p.numel() for n, p in model.named_parameters()}
@@ -129,10 +130,10 @@ def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], run
     bare = build()
     watched = copy.deepcopy(bare)
 
-    train(bare, OPTIMIZERS["adamw"](bare.parameters()))
+    train_aligned(bare, OPTIMIZERS["adamw"](bare.parameters()))
     optimizer = OPTIMIZERS["adamw"](watched.parameters())
     monitor = sentinel.attach(watched, optimizer, CONFIG)
-    train(watched, optimizer)
+    train_aligned(watched, optimizer)
     monitor.detach()
 
     assert all(torch.equal(a, b) for a, b in zip(bare.parameters(), watched.parameters(), strict=True))
@@ -144,7 +145,7 @@ def test_schedule_and_targets_are_kept(run: Path) -> None:
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     schedule = {"step_interval": 2, "start_step": 1, "targets": ["blocks.1"]}
     monitor = sentinel.attach(model, optimizer, {"kinds": [], "probes": {"grad_momentum_alignment": schedule}})
-    train(model, optimizer, 5)
+    train_aligned(model, optimizer, 5)
     monitor.detach()
 
     said = Said(run)

@@ -21,9 +21,10 @@ from torch.nn.functional import softmax as softmax_by_name
 import sentinel
 from sentinel.collect.probes.attention_calls import calls
 
-from ..conftest import Said
+from ...support.spools import Said
+from ...support.training import train_steps
+from ...support.truth import assert_row_of
 from ..llama import Llama, one
-from .reported import Reported, check
 from .test_attention_scores import logits_of, truth
 
 ATTENTION = {"kinds": ["attention"], "black_box": False}
@@ -133,18 +134,8 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def fit(model: nn.Module, num_steps: int = 2, micro_steps: int = 2) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            loss = model(batch(10 * step + micro_step))
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def train_attending(model: nn.Module, num_steps: int = 2, micro_steps: int = 2) -> list[float]:
+    return train_steps(model, num_steps, micro_steps, loss=lambda model, seed: model(batch(seed)))
 
 
 @pytest.mark.parametrize("crossed", [0, 1, 5], ids=["self", "one key", "other length"])
@@ -154,9 +145,9 @@ def test_every_way_to_attend_is_seen(how: str, crossed: int, run: Path) -> None:
     if how == "lower_right" and crossed == 1:
         pytest.skip("queries that see nothing: torch makes NaN of them")
     monitor = sentinel.attach(model, config=ATTENTION)
-    fit(model)
+    train_attending(model)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     name = "attn.softmax" if how == "eager_module" else "attn"
     seen = 2 * [None]
@@ -164,8 +155,8 @@ def test_every_way_to_attend_is_seen(how: str, crossed: int, run: Path) -> None:
         x = torch.stack(model.attn.expected[2 * step : 2 * step + 2]).flatten(0, 1).detach()
         keep = ~(x.amax(-1) == -torch.inf)
         entropy, largest = truth(x.masked_fill(x < -1e30, -torch.inf))
-        check(reported.row(step, "attention", f"{name}:entropy"), entropy[keep], rel=1e-4)
-        check(reported.row(step, "attention", f"{name}:max_logit"), largest[~largest.isneginf()], rel=1e-4)
+        assert_row_of(reported.row(step, "attention", f"{name}:entropy"), entropy[keep], rel=1e-4)
+        assert_row_of(reported.row(step, "attention", f"{name}:max_logit"), largest[~largest.isneginf()], rel=1e-4)
         seen[step] = reported.names(step, "attention")
         per_head = reported.vectors[step][f"{name}:entropy", "entropy"]
         assert len(per_head) == 2  # One a micro-step.
@@ -183,10 +174,10 @@ def test_training_is_bit_identical(how: str, run: Path) -> None:
     bare = Net(how)
     model = copy.deepcopy(bare)
     torch.manual_seed(5)
-    expected, after = fit(bare), torch.get_rng_state()
+    expected, after = train_attending(bare), torch.get_rng_state()
     monitor = sentinel.attach(model, config=ATTENTION)
     torch.manual_seed(5)
-    losses = fit(model)
+    losses = train_attending(model)
     state = torch.get_rng_state()
     monitor.detach()
 
@@ -220,10 +211,10 @@ def test_multihead_attention_of_torch(need_weights: bool, run: Path) -> None:
     monitor = sentinel.attach(model, config=ATTENTION)
     model(x).backward()
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
-    check(reported.row(0, "attention", "mix:entropy"), entropy, rel=1e-4)
-    check(reported.row(0, "attention", "mix:max_logit"), largest, rel=1e-4)
+    assert_row_of(reported.row(0, "attention", "mix:entropy"), entropy, rel=1e-4)
+    assert_row_of(reported.row(0, "attention", "mix:max_logit"), largest, rel=1e-4)
     assert len(reported.vectors[0]["mix:entropy", "entropy"][0]) == HEADS
 
 
@@ -233,7 +224,7 @@ def test_a_llama_with_checkpointing_is_counted_once(run: Path) -> None:
     for step in range(4):
         trainer.train_step(step)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     assert reported.steps_of("attention") == [0, 2]
     assert reported.names(0, "attention") == [
@@ -255,13 +246,13 @@ def test_several_calls_of_one_module_are_told_apart(run: Path) -> None:
     torch.manual_seed(0)
     model = Twice()
     monitor = sentinel.attach(model, config=ATTENTION)
-    fit(model)
+    train_attending(model)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     for number, suffix in enumerate(["", ":1"]):
         x = torch.cat([model.attn.expected[at] for at in (number, 2 + number)]).detach()
-        check(reported.row(0, "attention", f"attn:entropy{suffix}"), truth(x)[0], rel=1e-4)
+        assert_row_of(reported.row(0, "attention", f"attn:entropy{suffix}"), truth(x)[0], rel=1e-4)
 
 
 def test_nothing_is_replaced_unless_wanted_and_all_is_put_back(run: Path) -> None:
@@ -278,8 +269,8 @@ def test_nothing_is_replaced_unless_wanted_and_all_is_put_back(run: Path) -> Non
     assert now() == originals and "softmax" not in vars(torch.Tensor)
     monitor.enable("attention", for_steps=1)
     assert all(mine is not theirs for mine, theirs in zip(now(), originals, strict=True))
-    fit(model, 1)
-    fit(model, 1)
+    train_attending(model, 1)
+    train_attending(model, 1)
     assert now() == originals and "softmax" not in vars(torch.Tensor) and not calls.users
     monitor.enable("attention")
     assert now() != originals
@@ -302,11 +293,11 @@ def test_steps_that_are_not_due_look_at_nothing(run: Path, monkeypatch: pytest.M
     monkeypatch.setattr(attention, "measure", counted)
     model = Net("sdpa")
     monitor = sentinel.attach(model, config={"probes": {"attention": {"start_step": 1, "step_interval": 2}}})
-    fit(model, 4, 1)
+    train_attending(model, 4, 1)
     monitor.detach()
 
     assert num_calls == 2
-    assert Reported(run).steps_of("attention") == [1, 3]
+    assert Said(run).steps_of("attention") == [1, 3]
 
 
 def test_targets_choose_modules_and_quantities(run: Path) -> None:
@@ -316,7 +307,7 @@ def test_targets_choose_modules_and_quantities(run: Path) -> None:
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     monitor.detach()
 
-    assert set(Reported(run).names(0, "attention")) == {
+    assert set(Said(run).names(0, "attention")) == {
         "layers.0.attention.core:entropy", "layers.0.attention.core:max_logit", "layers.1.attention.core:max_logit",
     }  # fmt: skip
 
@@ -331,7 +322,7 @@ def test_a_softmax_elsewhere_is_attention_where_a_target_says_so(run: Path) -> N
     model(batch(0)).sum().backward()
     monitor.detach()
 
-    assert Reported(run).row(0, "attention", "1:entropy")["count"] == 3 * LENGTH
+    assert Said(run).row(0, "attention", "1:entropy")["count"] == 3 * LENGTH
 
 
 def test_a_router_inside_an_attention_block_is_no_attention(run: Path) -> None:
@@ -352,7 +343,7 @@ def test_a_router_inside_an_attention_block_is_no_attention(run: Path) -> None:
     model(batch(0)).sum().backward()
     monitor.detach()
 
-    assert set(Reported(run).names(0, "attention")) == {"1:entropy", "1:max_logit"}
+    assert set(Said(run).names(0, "attention")) == {"1:entropy", "1:max_logit"}
 
 
 def test_a_model_that_is_not_ours_is_not_measured(run: Path) -> None:
@@ -367,12 +358,12 @@ def test_a_model_that_is_not_ours_is_not_measured(run: Path) -> None:
 
     model = Taught()
     monitor = sentinel.attach(model, config=ATTENTION)
-    fit(model, 1, 1)
+    train_attending(model, 1, 1)
     with torch.no_grad():
         model.eval()(batch(0))
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert [row["num_folded"] for row in reported.of(0, "attention")] == [1, 1]
     assert set(reported.names(0, "attention")) == {"student.attn:entropy", "student.attn:max_logit"}
 
@@ -387,7 +378,7 @@ def test_a_block_that_is_compiled_is_named(run: Path) -> None:
     monitor.detach()
     torch._dynamo.reset()
 
-    reported = Reported(run)
+    reported = Said(run)
     seen = set(reported.names(0, "attention"))
     assert {"1:entropy", "1:max_logit"} <= seen
     assert "2:entropy" in seen or [one.site for one in reported.health if one.code == "blind_probe"] == ["2:attention"]
@@ -417,7 +408,7 @@ def test_blindness_is_said(run: Path) -> None:
         monitor.step()
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert {one.code for one in reported.health} == {"blind_probe"}
 
 
@@ -442,7 +433,7 @@ def test_attention_monitor_survives_lengths_that_differ_and_tensors_it_cannot_re
     loss.backward()
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert reported.row(0, "attention", ":entropy")["count"] == 3 * LENGTH
     assert [one.code for one in reported.health] == ["blind_probe"]
 
@@ -463,15 +454,15 @@ def test_a_compiled_model_is_not_broken(fullgraph: bool, run: Path) -> None:
     torch.manual_seed(0)
     bare = Plain()
     model = copy.deepcopy(bare)
-    expected = fit(bare)
+    expected = train_attending(bare)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     monitor = sentinel.attach(compiled, config=ATTENTION)
-    losses = fit(compiled)
+    losses = train_attending(compiled)
     monitor.detach()
     torch._dynamo.reset()
 
     assert losses == pytest.approx(expected, rel=1e-5)
-    reported = Reported(run)
+    reported = Said(run)
     assert reported.of(0, "attention") or "blind_probe" in {one.code for one in reported.health}
 
 

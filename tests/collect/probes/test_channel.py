@@ -14,39 +14,31 @@ import sentinel
 from sentinel.collect.probes.channel import MOST_RATIO, channel_sums, mean_over_std
 from sentinel.collect.probes.token_blocks import blocks, by_channel
 
-from ..conftest import TinyModel, loss_of
-from .reported import Reported, check, outputs
+from ...support.nets import TinyModel, loss_of, outputs
+from ...support.spools import Said
+from ...support.training import train_steps
+from ...support.truth import assert_row_of
 
 CHANNEL = {"kinds": ["channel"], "black_box": False}
 
 
-def train(model: nn.Module, num_steps: int = 2, micro_steps: int = 2) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            loss = loss_of(model, 10 * step + micro_step)
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def train_sgd(model: nn.Module, num_steps: int = 2) -> list[float]:
+    return train_steps(model, num_steps, optimizer=torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_rms_and_mean_of_each_channel_over_all_micro_steps(run: Path) -> None:
     model = TinyModel()
     monitor = sentinel.attach(model, config=CHANNEL)
-    seen = outputs(model, ["blocks.0.fc1", "norm"], lambda: train(model))
+    seen = outputs(model, ["blocks.0.fc1", "norm"], lambda: train_sgd(model))
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     for name, made in seen.items():
         for step in range(2):
             x = torch.cat([one.flatten(0, -2) for one in made[2 * step : 2 * step + 2]]).double()
             rms = x.square().mean(0).sqrt()
-            check(reported.row(step, "channel", f"{name}:channel_rms"), rms)
-            check(reported.row(step, "channel", f"{name}:mean_over_std"), x.mean(0).abs() / x.std(0, correction=0))
+            assert_row_of(reported.row(step, "channel", f"{name}:channel_rms"), rms)
+            assert_row_of(reported.row(step, "channel", f"{name}:mean_over_std"), x.mean(0).abs() / x.std(0, correction=0))
             (top,) = reported.vectors[step][f"{name}:channel_rms", "top_channels"]
             assert top.tolist() == rms.topk(min(8, len(rms))).indices.tolist()
             (sums,) = reported.vectors[step][f"{name}:channel_rms", "channel_sums"]
@@ -60,9 +52,9 @@ def test_an_outlier_channel_shows_in_the_kurtosis(run: Path) -> None:
     with torch.no_grad():
         model.norm.weight[17] = 300.0
     monitor = sentinel.attach(model, config={**CHANNEL, "targets": ["norm"]})
-    train(model, 1)
+    train_sgd(model, 1)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     row = reported.row(0, "channel", "norm:channel_rms")
     assert row["count"] * row["m4"] / row["m2"] ** 2 > 50
@@ -85,7 +77,7 @@ def test_a_forward_that_failed_is_not_in_the_sums(run: Path) -> None:
 
     # Three forwards ended well: one of batch 0 before, and the two that were looked at.
     x = torch.cat([seen[0], seen[0], seen[1]]).flatten(0, -2).double()
-    check(Reported(run).row(0, "channel", "blocks.0.fc1:channel_rms"), x.square().mean(0).sqrt())
+    assert_row_of(Said(run).row(0, "channel", "blocks.0.fc1:channel_rms"), x.square().mean(0).sqrt())
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
@@ -146,9 +138,9 @@ def test_a_row_of_the_whole_step_stands_where_its_tensor_was_first_made(run: Pat
     """It is written when the step ends; its call_id says when the first activation in it was there."""
     model = TinyModel()
     monitor = sentinel.attach(model, config={"kinds": ["channel", "activation", "dgrad", "wgrad"], "black_box": False})
-    train(model)
+    train_sgd(model)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     made = [int(reported.of(1, "activation", name)[0]["call_id"]) for name in ("blocks.0.fc1", "norm")]
     summed = [int(reported.row(1, "channel", f"{name}:channel_rms")["call_id"]) for name in ("blocks.0.fc1", "norm")]

@@ -17,14 +17,14 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 from sentinel.collect.probes.collectives import METHODS, calls
-from sentinel.messages import Descriptor, Health, LayoutChange, TensorInfo, Vectors
-from sentinel.record import NONE_ID, ROW_DTYPE
-from sentinel.wire.frame import FrameType, decode_message
-from sentinel.wire.spool_reader import SpoolReader
+from sentinel.messages import Descriptor, Health, TensorInfo, Vectors
+from sentinel.record import NONE_ID
 
 from ...layouts.builds import ddp, fsdp2, pipeline, tp
-from ...layouts.layout import Trainer, received, train
-from ..conftest import TinyModel, loss_of, norm
+from ...layouts.layout import Trainer, train_ranks
+from ...support.closed_steps import closed_steps
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import decoded, frames_so_far, norm, spool_folders, values_of
 
 COMM = {"kinds": ["wgrad", "comm"]}
 
@@ -37,33 +37,22 @@ class Received:
         self.rows: dict[int, dict[str, Any]] = defaultdict(dict)
         self.vectors: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
         self.health: list[Health] = []
-        kept: list[Vectors] = []
-        frames = []
-        for folder in sorted((run / "spool").glob(f"r{rank:05d}-*")):
-            reader = SpoolReader(folder)
-            while found := reader.poll(final=True):
-                frames += found
-        for frame in frames:
-            if frame.header.type == FrameType.ROWS:
-                continue
-            message = decode_message(frame)
-            if isinstance(message, Descriptor | LayoutChange):
+        frames = [frame for folder in spool_folders(run, rank) for frame in decoded(frames_so_far(folder))]
+        for _, message in frames:
+            if isinstance(message, Descriptor):
                 self.tensors.update({tensor.id: tensor for tensor in message.tensors})
             elif isinstance(message, Health):
                 self.health.append(message)
-            elif isinstance(message, Vectors):
-                kept.append(message)
-        for frame in frames:
-            if frame.header.type == FrameType.ROWS:
-                for row in np.frombuffer(frame.payload, ROW_DTYPE):
+        for header, message in frames:
+            if isinstance(message, np.ndarray):
+                for row in message:
                     tensor = self.tensors[int(row["tensor"])]
                     if tensor.kind == "comm":
-                        assert tensor.name not in self.rows[frame.header.step]
-                        self.rows[frame.header.step][tensor.name] = row
-        for one in kept:
-            for item in one.items:
-                values = np.frombuffer(item.values, item.dtype).reshape(item.shape)
-                self.vectors[self.tensors[item.tensor].name, item.statistic].append(values)
+                        assert tensor.name not in self.rows[header.step]
+                        self.rows[header.step][tensor.name] = row
+            elif isinstance(message, Vectors):
+                for item in message.items:
+                    self.vectors[self.tensors[item.tensor].name, item.statistic].append(values_of(item))
 
     def row(self, step: int, op: str, role: str) -> Any:
         """The row of an op that only one line calls."""
@@ -151,9 +140,9 @@ def by_hand() -> Trainer:
 
 def test_every_call_is_a_row_that_matches_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_DIR", str(tmp_path))
-    plain = train(tmp_path / "bare", by_hand, 2, num_steps=3)
+    plain = train_ranks(tmp_path / "bare", by_hand, 2, num_steps=3)
 
-    watched = train(tmp_path / "watched", by_hand, 2, config=COMM, num_steps=3)
+    watched = train_ranks(tmp_path / "watched", by_hand, 2, config=COMM, num_steps=3)
 
     # Bit-identical, and not one call more.
     assert [(one.losses, one.weights, one.num_collectives) for one in watched] == [
@@ -170,7 +159,7 @@ def test_every_call_is_a_row_that_matches_the_tensors(tmp_path: Path, monkeypatc
         said = json.loads((tmp_path / "watched" / f"expected-{rank}.json").read_text())
         ears = Received(tmp_path / "watched" / "run", rank)
         functional = {name: row for name, row in ears.rows[2].items() if name.startswith("all_reduce@")}
-        by_line = sorted({name.rpartition(":")[0] for name in functional})
+        by_line = sorted({name.rpartition(":")[0] for name in functional}, key=lambda line: int(line.rpartition(":")[2]))
         assert len(by_line) == 2  # The gradient's, and the functional one.
         for name, (length, count) in said.items():
             op, role = roles.get(name, ("all_reduce", "out"))
@@ -195,13 +184,13 @@ def test_every_call_is_a_row_that_matches_the_tensors(tmp_path: Path, monkeypatc
         groups = [v for (_, statistic), v in ears.vectors.items() if statistic == "group"]
         assert groups and all(one.tolist() == [0, 1] for vectors in groups for one in vectors)
     assert names[0] == names[1]
-    assert received(tmp_path / "watched")[-1].tensors  # The daemon reads it: nothing is merged or clashes.
+    assert closed_steps(tmp_path / "watched" / "run")[-1].tensors  # The daemon reads it: nothing is merged or clashes.
 
 
 def test_fully_sharded_training_is_seen_and_unchanged(tmp_path: Path) -> None:
-    plain = train(tmp_path / "bare", fsdp2, 2, num_steps=3)
+    plain = train_ranks(tmp_path / "bare", fsdp2, 2, num_steps=3)
 
-    watched = train(tmp_path / "watched", fsdp2, 2, config=COMM, num_steps=3)
+    watched = train_ranks(tmp_path / "watched", fsdp2, 2, config=COMM, num_steps=3)
 
     assert [(o.losses, o.weights, o.num_collectives) for o in watched] == [
         (o.losses, o.weights, o.num_collectives) for o in plain
@@ -213,24 +202,24 @@ def test_fully_sharded_training_is_seen_and_unchanged(tmp_path: Path) -> None:
     assert sum(int(row["num_folded"]) for row in folded) > len(folded)  # Several layers, one line of code.
     assert all(int(row["call_id"]) != NONE_ID for row in folded)
     assert not ears.health
-    view = received(tmp_path / "watched")[1]
+    view = closed_steps(tmp_path / "watched" / "run")[1]
     comm = [tensor for tensor in view.tensors if tensor.kind == "comm" and tensor.name.endswith(":in")]
     assert comm and {len(tensor.ranks) for tensor in comm} == {1}  # Never merged: each rank sends its own.
 
 
 @pytest.mark.parametrize(("build", "op"), [(tp, "all_reduce"), (partial(pipeline, "Schedule1F1B"), "send")])
 def test_tensor_and_pipeline_parallel_are_seen(build: Any, op: str, tmp_path: Path) -> None:
-    train(tmp_path, build, 2, config=COMM, num_steps=2)
+    train_ranks(tmp_path, build, 2, config=COMM, num_steps=2)
 
     both = [Received(tmp_path / "run", rank) for rank in range(2)]
     assert any(name.startswith(f"{op}@") for ears in both for name in ears.rows[1])
-    for view in received(tmp_path):
+    for view in closed_steps(tmp_path / "run"):
         assert all(len(tensor.ranks) == 1 for tensor in view.tensors if tensor.kind == "comm")
     assert not [one for ears in both for one in ears.health]
 
 
 def test_ddp_says_what_cannot_be_seen(tmp_path: Path) -> None:
-    train(tmp_path, ddp, 2, config=COMM, num_steps=2)
+    train_ranks(tmp_path, ddp, 2, config=COMM, num_steps=2)
 
     ears = Received(tmp_path / "run", 0)
     assert [one.code for one in ears.health] == ["blind_probe"]
@@ -264,7 +253,7 @@ kept_tensors: list[Any] = []
 
 def test_a_work_that_nobody_waits_for_is_said(tmp_path: Path) -> None:
     config = {"probes": {"comm": {"targets": ["after", "barrier"]}}}
-    train(tmp_path, unread, 2, config=config, num_steps=3)
+    train_ranks(tmp_path, unread, 2, config=config, num_steps=3)
 
     ears = Received(tmp_path / "run", 0)
 
@@ -276,7 +265,7 @@ def test_a_work_that_nobody_waits_for_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["all_gather", "test_comm.py", "probes/test_comm.py", "re:.*train_step", "all_gather@*"])
 def test_code_lines_are_filtered(target: str, tmp_path: Path) -> None:
     config = {"probes": {"comm": {"targets": [target, "nothing.py:3"]}}}
-    train(tmp_path, by_hand, 2, config=config, num_steps=1)
+    train_ranks(tmp_path, by_hand, 2, config=config, num_steps=1)
 
     names = set(Received(tmp_path / "run", 0).rows[0])
 
@@ -313,7 +302,7 @@ def test_targets_of_modules_are_no_filter_of_lines(run: Path, tmp_path: Path) ->
 
 def test_log_only_counts_and_measures_nothing(tmp_path: Path) -> None:
     config = {"probes": {"comm": {"log_only": True, "step_interval": 2}}}
-    train(tmp_path, by_hand, 2, config=config, num_steps=4)
+    train_ranks(tmp_path, by_hand, 2, config=config, num_steps=4)
 
     ears = Received(tmp_path / "run", 1)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import sentinel
 
-from ..conftest import TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
 from .test_comm import Received, single
 
 HERE = f"probes/{Path(__file__).name}"

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.collect.probes import histogram, pieces, update
+from sentinel.collect.probes import histogram, piecewise_rows, update
 from sentinel.collect.probes.histogram import EDGES, NUM_BINS, counted
-from sentinel.messages import Descriptor, LayoutChange, Vector, Vectors
-from sentinel.wire.frame import Frame, FrameType, decode_message, scan
+from sentinel.messages import Vector
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of, weights_of
+from ...support.spools import Said, values_of
+from ...support.training import train_steps
 from .test_wgrad_unreduced import WithDropout
 
 
@@ -27,28 +28,11 @@ class Received:
 
     def __init__(self, run: Path) -> None:
         self.vectors: dict[tuple[int, str, str], list[Vector]] = {}
-        for path in sorted(run.glob("spool/r00000-*/*.spool")):
-            data, offset, table = path.read_bytes(), 0, {}
-            while offset < len(data):
-                frame = scan(data, offset)
-                assert isinstance(frame, Frame)
-                offset = frame.offset_after
-                if frame.header.type == FrameType.ROWS:
-                    continue
-                message = decode_message(frame)
-                if isinstance(message, Descriptor | LayoutChange):
-                    table.update((tensor.id, tensor) for tensor in message.tensors)
-                elif isinstance(message, Vectors):
-                    for item in message.items:
-                        info = table[item.tensor]
-                        self.vectors.setdefault((frame.header.step, info.kind, info.name), []).append(item)
+        for step, tensor, vector in Said(run).items:
+            self.vectors.setdefault((step, tensor.kind, tensor.name), []).append(vector)
 
     def of(self, step: int, kind: str, name: str) -> list[np.ndarray]:
         return [values_of(one) for one in self.vectors.get((step, kind, name), []) if one.statistic == "histogram"]
-
-
-def values_of(vector: Vector) -> np.ndarray:
-    return np.frombuffer(vector.values, vector.dtype).reshape(vector.shape)
 
 
 def truth_of(tensor: torch.Tensor) -> np.ndarray:
@@ -102,18 +86,12 @@ def test_counting_in_order_counts_alike() -> None:
     assert histogram.tallied_in_order(bins).tolist() == torch.bincount(bins, minlength=NUM_BINS + 1).tolist()
 
 
-def train(model: nn.Module, config: dict[str, Any] | None, num_steps: int = 3) -> list[dict[str, torch.Tensor]]:
-    torch.manual_seed(1)
+def train_watched(model: nn.Module, config: dict[str, Any] | None, num_steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Train, watched unless there is no config; return the weights of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     monitor = sentinel.attach(model, optimizer, config) if config is not None else None
-    seen = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(2):
-            loss_of(model, 10 * step + micro_step).backward()
-        seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+    seen: list[dict[str, torch.Tensor]] = []
+    train_steps(model, num_steps, optimizer=optimizer, seed=1, before_clip=lambda: seen.append(weights_of(model)))
     if monitor is not None:
         monitor.detach()
     return seen
@@ -125,7 +103,7 @@ CONFIG: dict[str, Any] = {"kinds": [], "black_box": False, "probes": {kind: {"hi
 
 def test_every_kind_that_asks_has_one_a_step_and_its_row_counts_as_many(run: Path) -> None:
     model = TinyModel()
-    seen = train(model, CONFIG)
+    seen = train_watched(model, CONFIG)
 
     said, received = Said(run), Received(run)
 
@@ -144,7 +122,7 @@ def test_every_kind_that_asks_has_one_a_step_and_its_row_counts_as_many(run: Pat
 
 
 def test_micro_steps_stay_apart_on_request(run: Path) -> None:
-    train(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
+    train_watched(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
 
     received = Received(run)
 
@@ -155,7 +133,7 @@ def test_micro_steps_stay_apart_on_request(run: Path) -> None:
 def test_micro_steps_are_added_up_when_there_are_many(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histogram, "FOLD_AT", 3)
     model = TinyModel()
-    train(model, CONFIG, 1)
+    train_watched(model, CONFIG, 1)
 
     said, received = Said(run), Received(run)
 
@@ -164,9 +142,9 @@ def test_micro_steps_are_added_up_when_there_are_many(run: Path, monkeypatch: py
 
 
 def test_an_update_in_pieces_has_one_histogram(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces.side_by_side, "__defaults__", (20,))
+    monkeypatch.setattr(piecewise_rows.side_by_side, "__defaults__", (20,))
     monkeypatch.setattr(update, "ROOM", 20)
-    train(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
+    train_watched(TinyModel(), {**CONFIG, "per_micro_step": True}, 1)
 
     (counts,) = Received(run).of(0, "update", "head.weight")
 
@@ -179,13 +157,13 @@ def test_only_kinds_and_steps_that_ask_pay(run: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     bare = sentinel.attach(TinyModel(), None, {"kinds": ["param"], "run": "bare"})
     monitor = sentinel.attach(model, optimizer, {"kinds": ["param"], "probes": probes})
-    looking = [len(one.recorder.recording.onlookers) for one in (bare, monitor)]
+    looking = [len(one.recorder.recording.observers) for one in (bare, monitor)]
     for step in range(4):
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     monitor.disable("wgrad")
-    off = len(monitor.recorder.recording.onlookers)
+    off = len(monitor.recorder.recording.observers)
     monitor.detach()
     bare.detach()
 
@@ -201,7 +179,7 @@ def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], run
     bare = build()
     watched = copy.deepcopy(bare)
 
-    expected, seen = train(bare, None), train(watched, CONFIG)
+    expected, seen = train_watched(bare, None), train_watched(watched, CONFIG)
 
     assert all(torch.equal(a[name], b[name]) for a, b in zip(expected, seen, strict=True) for name in a)
     assert Received(run).vectors

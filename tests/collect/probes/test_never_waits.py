@@ -11,7 +11,7 @@ from torch import nn
 
 from sentinel.collect.probes import histogram, weight_spectrum
 from sentinel.collect.probes.alignment import agreement
-from sentinel.collect.probes.pieces import merge_words, piece_words
+from sentinel.collect.probes.piecewise_rows import merge_words, piece_words
 from sentinel.collect.probes.prepared_rows import device_shares, moments_words
 from sentinel.collect.probes.single_values import value_words
 from sentinel.collect.probes.update import found_inf_of

@@ -13,9 +13,10 @@ from sentinel.collect.probes.precision import LARGEST, QUANTITIES, SMALLEST, _lo
 from sentinel.collect.probes.prepared_rows import moments_words
 from sentinel.record import STATS_DTYPE
 
-from ..conftest import TinyModel
-from .reported import Reported, check
-from .test_channel import train
+from ...support.nets import TinyModel
+from ...support.spools import Said
+from ...support.truth import assert_row_of
+from .test_channel import train_sgd
 
 DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "fp16": torch.float16, "bf16": torch.bfloat16,
@@ -57,7 +58,7 @@ def test_shares_are_those_of_casting(dtype: torch.dtype) -> None:
     rows = rows_of(x)
 
     for row, quantity in zip(rows, QUANTITIES, strict=True):
-        check(row, truth(x, quantity))
+        assert_row_of(row, truth(x, quantity))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,7 +89,7 @@ def test_strided_tensors_are_read_once_and_left_alone() -> None:
 
         assert torch.equal(view, before)
         for row, quantity in zip(rows, QUANTITIES, strict=True):
-            check(row, truth(view, quantity))
+            assert_row_of(row, truth(view, quantity))
 
 
 def test_every_measured_tensor_is_looked_at(run: Path) -> None:
@@ -98,13 +99,13 @@ def test_every_measured_tensor_is_looked_at(run: Path) -> None:
         model.head.bias.fill_(1e3)
     weight, bias = model.blocks[0].fc1.weight.detach().clone(), model.head.bias.detach().clone()
     monitor = sentinel.attach(model, config={"kinds": ["param", "wgrad", "precision"], "black_box": False})
-    train(model, 1)
+    train_sgd(model, 1)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     for quantity in QUANTITIES:
-        check(reported.row(0, "precision", f"blocks.0.fc1.weight:param.{quantity}"), truth(weight, quantity))
-        check(reported.row(0, "precision", f"head.bias:param.{quantity}"), truth(bias, quantity))
+        assert_row_of(reported.row(0, "precision", f"blocks.0.fc1.weight:param.{quantity}"), truth(weight, quantity))
+        assert_row_of(reported.row(0, "precision", f"head.bias:param.{quantity}"), truth(bias, quantity))
     assert reported.row(0, "precision", "head.bias:param.fp8_e4m3_overflow")["mean"] == 1.0
     kinds = {name.rpartition(":")[2].partition(".")[0] for name in reported.names(0, "precision")}
     assert kinds == {"param", "wgrad", "activation", "dgrad"}
@@ -116,9 +117,9 @@ def test_a_target_picks_one_quantity(run: Path) -> None:
     model = TinyModel()
     targets = ["blocks.0.fc1.weight:param.fp16_underflow", "head.weight"]
     monitor = sentinel.attach(model, config={"probes": {"precision": {"targets": targets, "step_interval": 2}}})
-    train(model, 3)
+    train_sgd(model, 3)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     names = set(reported.names(0, "precision"))
     assert {name for name in names if name.startswith("blocks")} == {"blocks.0.fc1.weight:param.fp16_underflow"}

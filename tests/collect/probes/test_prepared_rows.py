@@ -10,7 +10,7 @@ from sentinel.collect.probes.prepared_rows import device_shares, moments_words, 
 from sentinel.moments import Moments
 from sentinel.record import STATS_DTYPE
 
-from .reported import check
+from ...support.truth import assert_row_of
 
 
 def stats(words: torch.Tensor) -> np.ndarray:
@@ -24,7 +24,7 @@ def test_a_share_is_the_mean_of_ones_and_zeros(hits: int, total: int) -> None:
 
     assert row == other
     if total < 100:
-        check(row, np.array([1.0] * hits + [0.0] * (total - hits)))
+        assert_row_of(row, np.array([1.0] * hits + [0.0] * (total - hits)))
     else:
         assert (row["count"], row["num_zero"], row["min"], row["max"]) == (total, total - 1, 0.0, 1.0)
         assert row["mean"] == hits / total
@@ -35,7 +35,7 @@ def test_shares_of_uneven_shards_merge_to_the_share_of_the_whole() -> None:
 
     merged = Moments(parts[0]).merge(Moments(parts[1]))
 
-    check(merged.stats[0], np.array([1.0] * 93 + [0.0] * 917))
+    assert_row_of(merged.stats[0], np.array([1.0] * 93 + [0.0] * 917))
 
 
 def test_moments_of_the_elements_that_count() -> None:
@@ -45,7 +45,7 @@ def test_moments_of_the_elements_that_count() -> None:
     counts = torch.rand(501, generator=generator) > 0.3
     counts[:4] = True
 
-    check(stats(moments_words(values, counts))[0], values[counts], rel=1e-6)
-    check(stats(moments_words(values))[0], values, rel=1e-6)
+    assert_row_of(stats(moments_words(values, counts))[0], values[counts], rel=1e-6)
+    assert_row_of(stats(moments_words(values))[0], values, rel=1e-6)
     for nothing in (moments_words(torch.empty(0)), moments_words(values, torch.zeros(501, dtype=torch.bool))):
-        check(stats(nothing)[0], np.empty(0))
+        assert_row_of(stats(nothing)[0], np.empty(0))

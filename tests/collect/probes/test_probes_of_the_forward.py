@@ -16,15 +16,16 @@ from torch.utils.checkpoint import checkpoint
 import sentinel
 from sentinel.record import Flag
 
-from ..conftest import loss_of
-from .reported import Reported
+from ...support.nets import loss_of
+from ...support.spools import Said
+from ...support.training import train_steps
 from .routers import EXPERTS, TOP, LinearGate
 
 KINDS = ["attention", "router", "saturation", "precision", "channel"]
 WIDTH = 12
 
 
-class Block(nn.Module):
+class RoutedBlock(nn.Module):
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
@@ -44,12 +45,12 @@ class Block(nn.Module):
         return self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-class Net(nn.Module):
+class RoutedNet(nn.Module):
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.emb, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11)
-        self.blocks = nn.ModuleList([Block(reentrant) for _ in range(2)])
+        self.blocks = nn.ModuleList([RoutedBlock(reentrant) for _ in range(2)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.emb(tokens)
@@ -58,34 +59,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def fit(model: nn.Module, num_steps: int = 3, micro_steps: int = 2) -> list[float]:
-    torch.manual_seed(9)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            loss = loss_of(model, 10 * step + micro_step)
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_training_is_bit_identical(kind: str, reentrant: bool | None, run: Path) -> None:
-    bare = Net(reentrant)
+    bare = RoutedNet(reentrant)
     model = copy.deepcopy(bare)
-    expected, after = fit(bare), torch.get_rng_state()
+    expected, after = train_steps(bare, seed=9), torch.get_rng_state()
     monitor = sentinel.attach(model, config={"kinds": KINDS if kind == "all" else [kind]})
-    losses, state = fit(model), torch.get_rng_state()
+    losses, state = train_steps(model, seed=9), torch.get_rng_state()
     monitor.detach()
 
     assert losses == expected and torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), bare.parameters(), strict=True))
-    reported = Reported(run)
+    reported = Said(run)
     assert all(reported.of(step, one) for step in range(3) for one in (KINDS if kind == "all" else [kind]))
     assert not reported.health, reported.health
 
@@ -95,11 +81,11 @@ def test_recomputed_forwards_are_counted_once(reentrant: bool, run: Path) -> Non
     """Defect 27: double counts under activation checkpointing."""
     reported = []
     for number, one in enumerate((None, reentrant)):
-        model = Net(one)
+        model = RoutedNet(one)
         monitor = sentinel.attach(model, config={"kinds": KINDS, "run": f"run{number}"})
-        fit(model, 1)
+        train_steps(model, 1, seed=9)
         monitor.detach()
-        reported.append(Reported(run.parent / f"run{number}"))
+        reported.append(Said(run.parent / f"run{number}"))
 
     for kind in ("attention", "router", "saturation", "channel"):
         counted = [{(t.name, int(row["count"]), int(row["num_folded"])) for t, row in each.rows[0] if t.kind == kind}
@@ -112,12 +98,12 @@ def test_recomputed_forwards_are_counted_once(reentrant: bool, run: Path) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_are_not_due_have_no_rows(kind: str, run: Path) -> None:
     """Defect 11: steps that are not due still pay."""
-    model = Net()
+    model = RoutedNet()
     monitor = sentinel.attach(model, config={"probes": {kind: {"start_step": 1, "step_interval": 2, "collect_times": 2}}})
-    fit(model, 7, 1)
+    train_steps(model, 7, 1, seed=9)
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert reported.steps_of(kind) == [1, 3]
     assert [step for step in sorted(reported.vectors) if reported.vectors[step]] == ([] if kind == "precision" else [1, 3])
     assert [end.due.get(kind, 0) > 0 for end in reported.ends] == [False, True, False, True, False, False, False]
@@ -125,25 +111,25 @@ def test_steps_that_are_not_due_have_no_rows(kind: str, run: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_nobody_wants_has_no_hook_and_what_was_wanted_leaves_none(kind: str, run: Path) -> None:
-    model = Net()
+    model = RoutedNet()
 
     def hooks() -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in model.named_modules() if name)
 
     monitor = sentinel.attach(model, config={"black_box": False, "kinds": ["param"]})
-    assert hooks() == 0 and not monitor.recorder.recording.onlookers
+    assert hooks() == 0 and not monitor.recorder.recording.observers
     monitor.enable(kind, for_steps=1)
-    assert kind == "attention" or hooks() > 0 or monitor.recorder.recording.onlookers
-    fit(model, 2)
-    assert hooks() == 0 and not monitor.recorder.recording.onlookers
+    assert kind == "attention" or hooks() > 0 or monitor.recorder.recording.observers
+    train_steps(model, 2, seed=9)
+    assert hooks() == 0 and not monitor.recorder.recording.observers
     monitor.detach()
 
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-    assert Reported(run).steps_of(kind) == [0]
+    assert Said(run).steps_of(kind) == [0]
 
 
 def test_copies_and_pickles_measure_nothing(run: Path) -> None:
-    model = Net()
+    model = RoutedNet()
     monitor = sentinel.attach(model, config={"kinds": KINDS, "black_box": False})
     twin = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
@@ -152,10 +138,10 @@ def test_copies_and_pickles_measure_nothing(run: Path) -> None:
     loss_of(twin, 0).backward()
     loss_of(loaded, 0).backward()
     monitor.step()
-    fit(model, 1)
+    train_steps(model, 1, seed=9)
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert len(reported.rows) == 1
     (step,) = reported.rows
     for kind in KINDS:
@@ -169,19 +155,19 @@ def test_a_probe_that_fails_is_said_and_training_goes_on(run: Path, monkeypatch:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("probe on fire")
 
-    bare = Net()
+    bare = RoutedNet()
     model = copy.deepcopy(bare)
-    expected = fit(bare)
+    expected = train_steps(bare, seed=9)
     for module, name in (
         (attention, "measure"), (channel, "channel_sums"), (precision, "look_closely"), (router, "decide"),
         (saturation, "num_flat"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, broken)
     monitor = sentinel.attach(model, config={"kinds": [*KINDS, "activation"]})
-    losses = fit(model)
+    losses = train_steps(model, seed=9)
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert losses == expected
     assert {one.code for one in reported.health} == {"hook_failed"}
     assert any("attention" in one.site for one in reported.health) and any("gate" in one.site for one in reported.health)
@@ -190,11 +176,11 @@ def test_a_probe_that_fails_is_said_and_training_goes_on(run: Path, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["saturation", "channel", "precision", "attention"])
 def test_staggered_tensors_take_turns(kind: str, run: Path) -> None:
-    model = Net()
+    model = RoutedNet()
     monitor = sentinel.attach(model, config={"probes": {kind: {"stagger": 2}}, "black_box": False})
-    fit(model, 4, 1)
+    train_steps(model, 4, 1, seed=9)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     turns = [set(reported.names(step, kind)) for step in range(4)]
     assert turns[0] == turns[2] and turns[1] == turns[3] and not turns[0] & turns[1]
@@ -217,14 +203,14 @@ def test_none_outputs_are_nothing(run: Path) -> None:
     model(torch.randn(3, 4))[0].sum().backward()
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert reported.names(0, "channel") == ["fc:channel_rms", "fc:mean_over_std"]
     assert all(row["num_nan"] == 0 for _, row in reported.rows[0]) and not reported.health
 
 
 def test_nothing_draws_from_the_trainings_generator(run: Path) -> None:
     """Defect 16: a spectral norm that draws from the training's random generator; no probe does."""
-    model = Net()
+    model = RoutedNet()
     for p in model.modules():
         if isinstance(p, nn.Dropout):
             p.p = 0.0
@@ -236,17 +222,17 @@ def test_nothing_draws_from_the_trainings_generator(run: Path) -> None:
 
     assert torch.equal(state, torch.get_rng_state())
     monitor.detach()
-    assert Reported(run).of(0, "attention")
+    assert Said(run).of(0, "attention")
 
 
 def test_rows_of_a_skipped_step_say_so(run: Path) -> None:
-    model = Net()
+    model = RoutedNet()
     monitor = sentinel.attach(model, config={"kinds": KINDS})
     loss_of(model, 0).backward()
     monitor.step(is_skipped=True)
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     for kind in KINDS:
         rows = reported.of(0, kind)
         assert rows and all(row["flags"] & Flag.SKIPPED for row in rows)

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ...layouts.layout import Result, Trainer, differences, received, statistics, train
+from ...layouts.layout import Result, Trainer, differences, train_ranks
+from ...support.closed_steps import closed_steps, statistics
+from ...support.spools import Said
 from .. import llama
-from .reported import Reported
 
 KINDS = ["attention", "saturation", "precision", "channel"]
 LAYOUTS: dict[str, tuple[Callable[[], Trainer], int]] = {
@@ -31,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         folder = tmp_path_factory.mktemp("run")
         build, world = LAYOUTS[name]
         config = {"kinds": ["param", "wgrad", *KINDS]}
-        return folder, train(folder, build, world, config=config, num_steps=2)
+        return folder, train_ranks(folder, build, world, config=config, num_steps=2)
 
     return once
 
@@ -40,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_shares_and_attention_merge_to_those_of_one_process(name: str, trained: Trained) -> None:
     (folder, _), (alone, _) = trained(name), trained("one process")
 
-    for ours, truth in zip(received(folder), received(alone), strict=True):
+    for ours, truth in zip(closed_steps(folder / "run"), closed_steps(alone / "run"), strict=True):
         for kind in KINDS:
             mine, theirs = statistics(ours, kind), statistics(truth, kind)
             if kind == "precision":  # The range of a shard is its own, and a summand of a gradient has other values.
@@ -66,12 +67,12 @@ def test_each_rank_tells_of_its_own_heads(trained: Trained) -> None:
     alone, _ = trained("one process")
     key = ("layers.0.attention.core:entropy", "entropy")
 
-    (whole,) = Reported(alone / "run").vectors[0][key]
-    parts = [Reported(folder / "run", rank).vectors[0][key][0] for rank in range(2)]
+    (whole,) = Said(alone / "run").vectors[0][key]
+    parts = [Said(folder / "run", rank).vectors[0][key][0] for rank in range(2)]
 
     assert [len(part) for part in parts] == [2, 2]
     assert np.allclose(np.concatenate(parts), whole, rtol=1e-4)
-    descriptor = Reported(folder / "run").descriptor
+    descriptor = Said(folder / "run").descriptor
     assert descriptor is not None
     words = {tensor.placements.get("tp") for tensor in descriptor.tensors if tensor.kind == "attention"}
     assert words == {"shard"}

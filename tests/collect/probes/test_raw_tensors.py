@@ -25,8 +25,9 @@ from sentinel.monitor_config import load_config
 from sentinel.tensor_file import read_tensor_file
 
 from ...layouts.builds import fsdp1, fsdp2, one, pipeline, tp
-from ...layouts.layout import Trainer, train
-from ..conftest import Said, TinyModel, loss_of
+from ...layouts.layout import Trainer, train_ranks
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 class Training:
@@ -207,22 +208,7 @@ def order(run: Path, **changes: Any) -> str:
 
 
 def answers(run: Path) -> list[tuple[str, str]]:
-    acks = []
-    for folder in sorted(run.glob("spool/r00000-*")):
-        from sentinel.messages import Ack
-        from sentinel.wire.frame import Frame, FrameType, decode_message, scan
-
-        for path in sorted(folder.glob("*.spool")):
-            data, offset = path.read_bytes(), 0
-            while offset < len(data):
-                frame = scan(data, offset)
-                assert isinstance(frame, Frame)
-                offset = frame.offset_after
-                if frame.header.type != FrameType.ROWS:
-                    message = decode_message(frame)
-                    if isinstance(message, Ack):
-                        acks.append((message.state, message.reason))
-    return acks
+    return [(ack.state, ack.reason) for ack in Said(run).acks]
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
@@ -240,7 +226,7 @@ def test_a_command_dumps_only_where_the_trainer_allows_it(run: Path, is_allowed:
     if is_allowed:
         assert head_of(dump_path(run, 0, 2, 0)).commands == (command,)
         assert load_file(dump_path(run, 0, 2, 0))["wgrad/head.weight"].shape == (2, 2)
-        assert not training.monitor.recorder.recording.onlookers  # type: ignore[union-attr]
+        assert not training.monitor.recorder.recording.observers  # type: ignore[union-attr]
     else:
         assert "allow_commands" in answers(run)[0][1]
 
@@ -256,7 +242,7 @@ def test_what_nobody_shows_is_said(run: Path) -> None:
 def test_off_costs_nothing(run: Path) -> None:
     training = Training({"kinds": ["wgrad"]}).steps(1)
 
-    assert not training.monitor.recorder.recording.onlookers  # type: ignore[union-attr]
+    assert not training.monitor.recorder.recording.observers  # type: ignore[union-attr]
     training.end()
     assert not (run / "dumps").exists()
 
@@ -266,7 +252,7 @@ def test_before_and_after_its_steps_nobody_looks(run: Path) -> None:
     looking = []
     for _ in range(4):
         training.steps(1)
-        looking.append(len(training.monitor.recorder.recording.onlookers))  # type: ignore[union-attr]
+        looking.append(len(training.monitor.recorder.recording.observers))  # type: ignore[union-attr]
     training.end()
 
     assert looking == [0, 0, 1, 0]
@@ -316,7 +302,7 @@ def exported(folder: Path, *more: str) -> tuple[int, dict[str, torch.Tensor]]:
 )
 def test_shards_join_to_the_whole(build: Any, world: int, tmp_path: Path) -> None:
     """Defect 12 in its kind: what every rank wrote is there. Three ranks cut unevenly, some get nothing."""
-    train(tmp_path, partial(keeping, build), world, config=DUMP, num_steps=3)
+    train_ranks(tmp_path, partial(keeping, build), world, config=DUMP, num_steps=3)
 
     code, whole = exported(tmp_path)
 
@@ -331,8 +317,8 @@ def test_shards_join_to_the_whole(build: Any, world: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("build", [fsdp1, partial(pipeline, "Schedule1F1B")], ids=["fsdp1", "pipeline"])
 def test_other_layouts_join_to_what_one_process_has(build: Any, tmp_path: Path) -> None:
-    train(tmp_path / "many", build, 2, config=DUMP, num_steps=2)
-    train(tmp_path / "single", one, 1, config=DUMP, num_steps=2)
+    train_ranks(tmp_path / "many", build, 2, config=DUMP, num_steps=2)
+    train_ranks(tmp_path / "single", one, 1, config=DUMP, num_steps=2)
 
     code, whole = exported(tmp_path / "many")
     alone, truth = exported(tmp_path / "single")
@@ -344,7 +330,7 @@ def test_other_layouts_join_to_what_one_process_has(build: Any, tmp_path: Path) 
 
 
 def test_a_missing_rank_is_told_and_nothing_is_invented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, fsdp2, 2, config=DUMP, num_steps=2)
+    train_ranks(tmp_path, fsdp2, 2, config=DUMP, num_steps=2)
     dump_path(tmp_path / "run", 0, 1, 1).unlink()
 
     code, whole = exported(tmp_path)
@@ -356,7 +342,7 @@ def test_a_missing_rank_is_told_and_nothing_is_invented(tmp_path: Path, capsys: 
 
 
 def test_copies_that_differ_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, ddp_like, 2, config=DUMP, num_steps=2)
+    train_ranks(tmp_path, ddp_like, 2, config=DUMP, num_steps=2)
     assert exported(tmp_path)[0] == 0
     path = dump_path(tmp_path / "run", 0, 1, 1)
     stored = read_tensor_file(path).tensors["param/head.weight"]
@@ -380,7 +366,7 @@ def ddp_like() -> Trainer:
 
 def test_what_is_each_ranks_own_stands_by_itself(tmp_path: Path) -> None:
     config = {"kinds": [], "dump": {"kinds": ["activation"], "start_step": 1, "end_step": 1, "targets": ["head"]}}
-    train(tmp_path, ddp_like, 2, config=config, num_steps=2)
+    train_ranks(tmp_path, ddp_like, 2, config=config, num_steps=2)
 
     code, whole = exported(tmp_path)
 

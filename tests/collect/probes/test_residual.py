@@ -13,12 +13,12 @@ from sentinel.exports.series import MergedStep, Picker, SeriesQuery
 from sentinel.kinds import Phase, is_of_kind
 from sentinel.order.phase import phase_of
 
-from ...ingest.daemon import Ears
-from ..conftest import TinyModel, loss_of
-from .reported import check, outputs
+from ...support.closed_steps import FollowedRun
+from ...support.nets import TinyModel, loss_of, outputs
+from ...support.truth import assert_row_of
 
 
-def measured(run: Path, kinds: list[str]) -> tuple[TinyModel, list[torch.Tensor], Ears]:
+def measured(run: Path, kinds: list[str]) -> tuple[TinyModel, list[torch.Tensor], FollowedRun]:
     model = TinyModel()
     monitor = sentinel.attach(model, config={"kinds": kinds, "black_box": False})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -29,14 +29,14 @@ def measured(run: Path, kinds: list[str]) -> tuple[TinyModel, list[torch.Tensor]
 
     seen = outputs(model, ["emb", "blocks.0", "blocks.1"], train)
     monitor.detach()
-    ears = Ears(run)
-    ears.finish()
-    return model, [seen[name][0] for name in ("emb", "blocks.0", "blocks.1")], ears
+    followed = FollowedRun(run)
+    followed.finish()
+    return model, [seen[name][0] for name in ("emb", "blocks.0", "blocks.1")], followed
 
 
 def test_wanting_the_residual_stream_measures_the_borders_of_blocks(run: Path) -> None:
-    _, stream, ears = measured(run, ["residual"])
-    (view,) = ears.views
+    _, stream, followed = measured(run, ["residual"])
+    (view,) = followed.views
     picker = Picker(SeriesQuery(kinds=("residual",)))
     picker.meet(view.layout)
 
@@ -47,16 +47,16 @@ def test_wanting_the_residual_stream_measures_the_borders_of_blocks(run: Path) -
         ("blocks.0", "activation"), ("blocks.1", "activation"), ("blocks.0", "dgrad"), ("blocks.1", "dgrad"),
         ("blocks.0", "activation_in"), ("blocks.0", "dgrad_in"),
     }  # fmt: skip
-    check(found["blocks.0", "activation_in"], stream[0])
-    check(found["blocks.0", "activation"], stream[1])
-    check(found["blocks.1", "activation"], stream[2])
+    assert_row_of(found["blocks.0", "activation_in"], stream[0])
+    assert_row_of(found["blocks.0", "activation"], stream[1])
+    assert_row_of(found["blocks.1", "activation"], stream[2])
 
 
 def test_groups_and_megatrons_files_know_it_too(run: Path) -> None:
     from sentinel.aggregate import Aggregate
 
-    _, _, ears = measured(run, ["residual", "activation", "dgrad"])
-    (view,) = ears.views
+    _, _, followed = measured(run, ["residual", "activation", "dgrad"])
+    (view,) = followed.views
     picker = Picker(SeriesQuery(kinds=("residual",), aggregates=(Aggregate.parse("stream=*"),)))
     picker.meet(view.layout)
 
@@ -73,14 +73,14 @@ def test_a_rule_on_the_residual_stream_judges_nothing_else(run: Path) -> None:
     from sentinel.rules.language.loader import load_pack
     from sentinel.rules.watches.series_index import SeriesIndex, SeriesSelection
 
-    _, _, ears = measured(run, ["residual", "activation", "dgrad", "param"])
+    _, _, followed = measured(run, ["residual", "activation", "dgrad", "param"])
     path = run / "pack.yaml"
     path.write_text(
         "rules:\n- {name: stream, detector: AnomalyTurbulence, match: {kind: residual, statistic: norm}}\n", "utf-8"
     )
     pack = load_pack([path])
     rule = next(one for one in pack.rules if one.name == "stream")
-    layout = ears.views[0].layout
+    layout = followed.views[0].layout
 
     takes = SeriesSelection(layout, SeriesIndex()).takes(rule.match, frozenset(rule.match.kind))
     taken = [one for one in layout.tensors if takes[one.index]]
@@ -134,8 +134,8 @@ def test_a_border_in_a_parallel_block_is_the_blocks_output(run: Path) -> None:
     monitor = sentinel.attach(net, config={"kinds": ["residual"], "black_box": False})
     net(torch.randn(3, 4)).sum().backward()
     monitor.detach()
-    ears = Ears(run)
-    (view,) = ears.finish()
+    followed = FollowedRun(run)
+    (view,) = followed.finish()
 
     borders = {one.name: one.border for one in view.tensors if one.kind == "activation"}
     assert borders == {"blocks.0": "block_output", "blocks.1": "block_output"}

@@ -17,8 +17,9 @@ import sentinel
 from sentinel.collect.probes.router_finding import find_routers
 from sentinel.collect.probes.routing import balance_of, coupling_of, decide, load_of
 
-from .reported import Reported, check
-from .routers import EXPERTS, MAKES, TOP, WIDTH, LinearGate, Net, fit
+from ...support.spools import Said
+from ...support.truth import assert_row_of
+from .routers import EXPERTS, MAKES, TOP, WIDTH, LinearGate, Net, train_routed
 
 ROUTER = {"kinds": ["router"], "black_box": False}
 
@@ -72,9 +73,9 @@ def test_every_make_of_router(like: str, run: Path) -> None:
 
     model.get_submodule(name).register_forward_pre_hook(keep)
     monitor = sentinel.attach(model, config=ROUTER)
-    fit(model)
+    train_routed(model)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     for step, all_of_it in enumerate(expected):
         counts = all_of_it.pop("counts")
@@ -82,7 +83,7 @@ def test_every_make_of_router(like: str, run: Path) -> None:
             if values is None:
                 assert not reported.of(step, "router", f"{name}:{quantity}")
                 continue
-            check(reported.row(step, "router", f"{name}:{quantity}"), values, rel=2e-4)
+            assert_row_of(reported.row(step, "router", f"{name}:{quantity}"), values, rel=2e-4)
         (load,) = reported.vectors[step][f"{name}:load", "load"]
         assert load.dtype == np.int64 and load.tolist() == counts.tolist()
         if like in ("flat", "deepspeed"):
@@ -96,15 +97,15 @@ def test_every_make_of_router(like: str, run: Path) -> None:
 def test_training_is_bit_identical(like: str, run: Path) -> None:
     bare = Net(like)
     model = copy.deepcopy(bare)
-    expected, after = fit(bare), torch.get_rng_state()
+    expected, after = train_routed(bare), torch.get_rng_state()
     monitor = sentinel.attach(model, config=ROUTER)
-    losses = fit(model)
+    losses = train_routed(model)
     state = torch.get_rng_state()
     monitor.detach()
 
     assert losses == expected and torch.equal(state, after)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), bare.parameters(), strict=True))
-    assert Reported(run).of(1, "router")
+    assert Said(run).of(1, "router")
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
@@ -119,22 +120,22 @@ def test_hooks_are_on_routers_alone_and_only_while_wanted(run: Path) -> None:
     monitor.enable("router", for_steps=1)
     assert hooked() == {"moe.gate"}
     twin = copy.deepcopy(model)
-    fit(twin, 1)
-    fit(model, 3)
+    train_routed(twin, 1)
+    train_routed(model, 3)
     assert hooked() == set()
     monitor.detach()
 
-    assert Reported(run).steps_of("router") == [0]
+    assert Said(run).steps_of("router") == [0]
 
 
 def test_a_schedule_and_targets_of_its_own(run: Path) -> None:
     model = Net("linear")
     probe = {"step_interval": 2, "targets": ["moe.gate:load", "moe.gate:entropy"]}
     monitor = sentinel.attach(model, config={"probes": {"router": probe}})
-    fit(model, 4)
+    train_routed(model, 4)
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     assert reported.steps_of("router") == [0, 2]
     assert set(reported.names(0, "router")) == {"moe.gate:load", "moe.gate:entropy"}
 
@@ -217,15 +218,15 @@ def test_a_router_that_is_not_seen_and_a_model_without_any_are_told(run: Path) -
     model = Net("tuple")
     model.moe.forward = lambda x: x  # type: ignore[method-assign,assignment]
     monitor = sentinel.attach(model, config={**ROUTER, "run": "run"})
-    fit(model, 1)
+    train_routed(model, 1)
     monitor.detach()
     plain = nn.Linear(2, 2)
     monitor = sentinel.attach(plain, config={**ROUTER, "run": "other"})
     plain(torch.ones(2)).sum().backward()
     monitor.detach()
 
-    assert [(one.code, one.site) for one in Reported(run).health] == [("blind_probe", "moe.gate")]
-    assert [(one.code, one.site) for one in Reported(run.parent / "other").health] == [("blind_probe", "router")]
+    assert [(one.code, one.site) for one in Said(run).health] == [("blind_probe", "moe.gate")]
+    assert [(one.code, one.site) for one in Said(run.parent / "other").health] == [("blind_probe", "router")]
 
 
 def test_a_router_that_shows_nothing_says_so(run: Path) -> None:
@@ -243,7 +244,7 @@ def test_a_router_that_shows_nothing_says_so(run: Path) -> None:
     model(torch.randn(3, WIDTH)).sum().backward()
     monitor.detach()
 
-    assert [one.code for one in Reported(run).health] == ["blind_probe"]
+    assert [one.code for one in Said(run).health] == ["blind_probe"]
 
 
 def test_losses_in_megatrons_tracker_are_read_before_it_is_cleared(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,14 +263,14 @@ def test_losses_in_megatrons_tracker_are_read_before_it_is_cleared(run: Path, mo
     optimizers = [torch.optim.SGD(router.parameters(), 0.01), torch.optim.SGD(model.get_submodule("moe").parameters(), 0.01)]
     monitor = sentinel.attach(model, optimizers, config=ROUTER)
     for _ in range(2):
-        fit(model, 1)
+        train_routed(model, 1)
         for optimizer in optimizers:
             optimizer.step()
         tracker["load_balancing_loss"]["values"].zero_()
     monitor.detach()
 
-    reported = Reported(run)
+    reported = Said(run)
     for step in range(2):
         # One layer here, two micro-steps.
-        check(reported.row(step, "router", ":load_balancing_loss"), [1.5])
+        assert_row_of(reported.row(step, "router", ":load_balancing_loss"), [1.5])
         assert reported.vectors[step][":load_balancing_loss", "load_balancing_loss"][0].tolist() == [0.0, 1.5, 0.0]

@@ -11,7 +11,9 @@ from torch import nn
 import sentinel
 from sentinel.collect.probes.saturation import flat_of, largest_of, num_flat
 
-from .reported import Reported, check, outputs
+from ...support.nets import outputs
+from ...support.spools import Said
+from ...support.truth import assert_row_of
 
 
 class Gated(nn.Module):
@@ -45,18 +47,18 @@ def test_zero_dead_and_saturated(run: Path) -> None:
 
     seen = outputs(model, ["fc", "act", "squash"], train)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     for name, made in seen.items():
         each = reported.of(0, "saturation", f"{name}:zero")
         assert len(each) == 1 and each[0]["num_folded"] == 2  # Micro-steps fold in a step.
         x = torch.stack(made).double()
-        check(each[0], (x == 0).double())
-        check(reported.row(0, "saturation", f"{name}:dead"), (x == 0).flatten(0, -2).all(0).double())
+        assert_row_of(each[0], (x == 0).double())
+        assert_row_of(reported.row(0, "saturation", f"{name}:dead"), (x == 0).flatten(0, -2).all(0).double())
     assert reported.row(0, "saturation", "act:dead")["mean"] >= 0.1
     assert reported.vectors[0]["act:dead", "is_dead"][0][4] == 1
     x = torch.stack(seen["squash"]).double()
-    check(reported.row(0, "saturation", "squash:saturated"), (x.abs() >= 0.98).double())
+    assert_row_of(reported.row(0, "saturation", "squash:saturated"), (x.abs() >= 0.98).double())
     assert 0.1 < reported.row(0, "saturation", "squash:saturated")["mean"] < 1.0
     assert reported.ends[0].due["saturation"] == 2 * 2 * 4 + 4  # zero and saturated of both micro-steps, dead at the end
     assert not reported.health

@@ -13,7 +13,9 @@ import sentinel
 from sentinel.monitor_config import MEASURED_LABELS
 from sentinel.record import Flag
 
-from .reported import Reported, check, outputs
+from ...support.nets import outputs
+from ...support.spools import Said
+from ...support.truth import assert_row_of
 
 ALL = {"kinds": list(MEASURED_LABELS)}
 UNLIKE = {"attention", "router", "comm", "residual"}
@@ -52,7 +54,7 @@ def images(seed: int) -> torch.Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def train(model: nn.Module, optimizers: list[Any], batches: list[torch.Tensor], micro_steps: int = 1) -> list[float]:
+def train_on(model: nn.Module, optimizers: list[Any], batches: list[torch.Tensor], micro_steps: int = 1) -> list[float]:
     torch.manual_seed(0)
     losses = []
     for at, batch in enumerate(batches):
@@ -72,16 +74,16 @@ def test_channels_and_dead_units_of_a_module_called_at_three_widths_are_those_of
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
     batches = [torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    seen = outputs(model, ["act"], lambda: train(model, [optimizer], batches, micro_steps=2))
+    seen = outputs(model, ["act"], lambda: train_on(model, [optimizer], batches, micro_steps=2))
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     flat = [[one.flatten(0, -2).double() for one in seen["act"][at::3]] for at in range(3)]
     wide = [torch.cat(parts) for parts in flat]
-    check(reported.row(0, "channel", "act:channel_rms"), torch.cat([x.square().mean(0).sqrt() for x in wide]))
+    assert_row_of(reported.row(0, "channel", "act:channel_rms"), torch.cat([x.square().mean(0).sqrt() for x in wide]))
     is_dead = torch.cat([(x == 0).all(0) for x in wide])
     assert is_dead.sum() >= 2
-    check(reported.row(0, "saturation", "act:dead"), is_dead)
+    assert_row_of(reported.row(0, "saturation", "act:dead"), is_dead)
     (vector,) = reported.vectors[0]["act:dead", "is_dead"]
     assert vector.tolist() == is_dead.int().tolist()
     assert not reported.health
@@ -93,13 +95,13 @@ def test_every_kind_measures_a_u_net_and_training_is_the_same(run: Path) -> None
     model = UNet()
     model.load_state_dict(bare.state_dict())
     batches = [images(seed) for seed in range(4)]
-    expected = train(bare, [torch.optim.AdamW(bare.parameters())], batches)
+    expected = train_on(bare, [torch.optim.AdamW(bare.parameters())], batches)
 
     optimizer = torch.optim.AdamW(model.parameters())
     monitor = sentinel.attach(model, optimizer, ALL)
-    losses = train(model, [optimizer], batches)
+    losses = train_on(model, [optimizer], batches)
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     assert losses == expected
     assert {one.code for one in reported.health} <= {"blind_probe"}
@@ -140,16 +142,16 @@ def test_sparse_gradients_with_every_kind_fail_nowhere_and_the_update_is_measure
     weights = [model.emb.weight.detach().clone()]
     monitor = sentinel.attach(model, optimizers, ALL)
     for seed in range(3):
-        train(model, optimizers, [torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(seed))])
+        train_on(model, optimizers, [torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(seed))])
         weights.append(model.emb.weight.detach().clone())
     monitor.detach()
-    reported = Reported(run)
+    reported = Said(run)
 
     assert not [one for one in reported.health if one.code == "hook_failed"]
     assert {one.site.rpartition(" ")[2] for one in reported.health if one.code.startswith("unsupported")} == {"emb.weight"}
     for step in range(3):
         row = reported.row(step, "update", "emb.weight")
-        check(row, (weights[step + 1] - weights[step]).double())
+        assert_row_of(row, (weights[step + 1] - weights[step]).double())
         assert row["flags"] & Flag.DIFFERENCE
         assert not reported.of(step, "wgrad", "emb.weight")
         assert reported.of(step, "wgrad", "fc.weight") and reported.of(step, "update", "fc.weight")

@@ -20,8 +20,9 @@ from sentinel.control.commands import RunCommands
 from sentinel.structure_file import ModuleShown, read_structure, structure_path
 
 from ...layouts.builds import pipeline, tp
-from ...layouts.layout import train
-from ..conftest import Said, TinyModel, loss_of
+from ...layouts.layout import train_ranks
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 @dataclasses.dataclass
@@ -158,7 +159,7 @@ def test_a_trainer_may_refuse(run: Path) -> None:
 
 @pytest.mark.parametrize("build", [tp, partial(pipeline, "Schedule1F1B")], ids=["tp", "pipeline"])
 def test_every_rank_writes_its_own(build: Any, tmp_path: Path) -> None:
-    train(tmp_path, build, 2, config={"kinds": [], "struct": True}, num_steps=2)
+    train_ranks(tmp_path, build, 2, config={"kinds": [], "struct": True}, num_steps=2)
 
     files = [read_structure(structure_path(tmp_path / "run", rank)) for rank in range(2)]
 

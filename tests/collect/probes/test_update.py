@@ -15,10 +15,12 @@ from torch import nn
 
 import sentinel
 from sentinel.collect.parallel.parameter_storage import Master, TorchStorage
-from sentinel.collect.probes import pieces, update
+from sentinel.collect.probes import piecewise_rows, update
 from sentinel.record import Flag
 
-from ..conftest import Said, TinyModel, loss_of, norm
+from ...support.nets import TinyModel, loss_of, weights_of
+from ...support.spools import Said, norm
+from ...support.training import train_steps
 from .test_wgrad_unreduced import WithDropout, assert_row_is
 
 CONFIG: dict[str, Any] = {"kinds": ["update", "update_ratio"]}
@@ -38,25 +40,11 @@ OTHERS: dict[str, Optimizers] = {
 }
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def train(
-    model: nn.Module, optimizer: Any, num_steps: int = 3, *, clip: float | None = 0.1, micro_steps: int = 2
-) -> list[dict[str, torch.Tensor]]:
-    """Return the weights before each step and behind the last."""
-    torch.manual_seed(1)
-    seen = [weights(model)]
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(micro_steps):
-            loss_of(model, 10 * step + micro_step).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        seen.append(weights(model))
-    return seen
+def weights_of_steps(model: nn.Module, optimizer: Any, num_steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Train, and return the weights before each step and behind the last."""
+    seen: list[dict[str, torch.Tensor]] = []
+    train_steps(model, num_steps, optimizer=optimizer, seed=1, before_clip=lambda: seen.append(weights_of(model)))
+    return [*seen, weights_of(model)]
 
 
 def assert_said_is_true(said: Said, seen: list[dict[str, torch.Tensor]], flag: int = 0, rel: float = 1e-3) -> None:
@@ -82,7 +70,7 @@ def test_the_update_is_what_the_weights_show(name: str, run: Path) -> None:
     model = TinyModel()
     optimizer = {**KNOWN, **OTHERS}[name](model.parameters())
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    seen = train(model, optimizer)
+    seen = weights_of_steps(model, optimizer)
     monitor.detach()
 
     said = Said(run)
@@ -95,14 +83,14 @@ def test_the_update_is_what_the_weights_show(name: str, run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "rmsprop"])
 def test_a_large_parameter_is_measured_in_pieces(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "ROOM", 20)
+    monkeypatch.setattr(piecewise_rows, "ROOM", 20)
     monkeypatch.setattr(update, "ROOM", 20)
-    monkeypatch.setattr(pieces.side_by_side, "__defaults__", (20,))
+    monkeypatch.setattr(piecewise_rows.side_by_side, "__defaults__", (20,))
     model = TinyModel()
     model.blocks[0].fc1.weight.data = model.blocks[0].fc1.weight.data.t().contiguous().t()
     optimizer = {**KNOWN, **OTHERS}[name](model.parameters())
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    seen = train(model, optimizer)
+    seen = weights_of_steps(model, optimizer)
     monitor.detach()
 
     assert_said_is_true(Said(run), seen, Flag.DIFFERENCE if name in OTHERS else 0)
@@ -112,7 +100,7 @@ def test_adams_step_before_its_rate_is_a_row(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1, eps=1e-3)
     monitor = sentinel.attach(model, optimizer, {"kinds": ["update_ratio"]})
-    train(model, optimizer, 2)
+    weights_of_steps(model, optimizer, 2)
     state = optimizer.state[model.head.weight]
     truth = state["exp_avg"].double() / (1 - 0.9**2) / ((state["exp_avg_sq"].double() / (1 - 0.999**2)).sqrt() + 1e-3)
     monitor.detach()
@@ -128,7 +116,7 @@ def test_defect_of_bf16_the_update_does_not_round_to_zero(run: Path) -> None:
     model = TinyModel().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    seen = train(model, optimizer, 2)
+    seen = weights_of_steps(model, optimizer, 2)
     monitor.detach()
 
     (row,) = Said(run).of(1, "update", "head.weight")
@@ -152,8 +140,8 @@ def test_what_rounding_lost_of_an_update_is_a_row_beside_it(
     name: str, room: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(update, "ROOM", room)
-    monkeypatch.setattr(pieces, "ROOM", room)
-    monkeypatch.setattr(pieces.side_by_side, "__defaults__", (room,))
+    monkeypatch.setattr(piecewise_rows, "ROOM", room)
+    monkeypatch.setattr(piecewise_rows.side_by_side, "__defaults__", (room,))
     model = TinyModel().to(torch.bfloat16)
     build = {**KNOWN, **OTHERS, "adamw": lambda params: torch.optim.AdamW(params, 1e-3, weight_decay=0.1)}[name]
     optimizer = build(model.parameters())
@@ -165,7 +153,7 @@ def test_what_rounding_lost_of_an_update_is_a_row_beside_it(
                 {key: -0.1 * p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
             )
         )
-    seen = train(model, optimizer)
+    seen = weights_of_steps(model, optimizer)
     monitor.detach()
 
     said = Said(run)
@@ -191,12 +179,12 @@ def test_what_rounding_lost_of_an_update_is_a_row_beside_it(
 def test_weights_in_fp32_and_steps_that_add_nothing_lose_nothing(run: Path) -> None:
     model = TinyModel()
     monitor = sentinel.attach(model, optimizer := torch.optim.SGD(model.parameters(), 0.1), CONFIG)
-    train(model, optimizer)
+    weights_of_steps(model, optimizer)
     monitor.detach()
     half = TinyModel().to(torch.bfloat16)
     still = torch.optim.SGD(half.parameters(), 0.0)
     again = sentinel.attach(half, still, {**CONFIG, "run": "again", "directory": str(run.parent)})
-    train(half, still)
+    weights_of_steps(half, still)
     again.detach()
 
     assert not any(name.endswith(update.LOST) for name in Said(run).names(1, "update"))
@@ -252,9 +240,9 @@ def test_defect_9_what_receives_no_gradient_has_no_update(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    train(model, optimizer, 1)
+    weights_of_steps(model, optimizer, 1)
     model.head.bias.requires_grad_(False)
-    train(model, optimizer, 1)
+    weights_of_steps(model, optimizer, 1)
     monitor.detach()
 
     said = Said(run)
@@ -292,13 +280,13 @@ def test_an_optimizer_that_skips_by_itself_adds_nothing(build: str, run: Path) -
     optimizer = made[build]()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    seen = [weights(model)]
+    seen = [weights_of(model)]
     for step in range(3):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step) * (float("inf") if step == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        seen.append(weights(model))
+        seen.append(weights_of(model))
     monitor.detach()
 
     said = Said(run)
@@ -313,7 +301,7 @@ def test_optimizers_that_step_with_a_closure(name: str, run: Path) -> None:
     model = TinyModel()
     optimizer = {**KNOWN, **OTHERS}[name](model.parameters())
     monitor = sentinel.attach(model, optimizer, CONFIG)
-    seen = [weights(model)]
+    seen = [weights_of(model)]
     for step in range(3):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -323,7 +311,7 @@ def test_optimizers_that_step_with_a_closure(name: str, run: Path) -> None:
             return loss
 
         optimizer.step(closure)
-        seen.append(weights(model))
+        seen.append(weights_of(model))
     monitor.detach()
 
     said = Said(run)
@@ -365,10 +353,10 @@ def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], nam
     watched = copy.deepcopy(bare)
     optimizers = {**KNOWN, **OTHERS}
 
-    expected = train(bare, optimizers[name](bare.parameters()))
+    expected = weights_of_steps(bare, optimizers[name](bare.parameters()))
     optimizer = optimizers[name](watched.parameters())
     monitor = sentinel.attach(watched, optimizer, CONFIG)
-    seen = train(watched, optimizer)
+    seen = weights_of_steps(watched, optimizer)
     monitor.detach()
 
     assert all(torch.equal(a[n], b[n]) for a, b in zip(expected, seen, strict=True) for n in a)
@@ -380,7 +368,7 @@ def test_the_schedule_and_targets_are_kept_and_nothing_is_held_when_off(run: Pat
     optimizer = torch.optim.RMSprop(model.parameters(), 0.01)
     config = {"kinds": [], "probes": {"update": {"step_interval": 2, "targets": ["blocks.0", "head.bias"]}}}
     monitor = sentinel.attach(model, optimizer, config)
-    train(model, optimizer, 4)
+    weights_of_steps(model, optimizer, 4)
     probe = next(one for one in monitor.session.installation.probes if isinstance(one, update.Update))
     held = len(probe._scratch)
     monitor.disable("update")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from sentinel.collect.probes.pieces import side_by_side
+from sentinel.collect.probes.piecewise_rows import side_by_side
 from sentinel.collect.probes.update_rules import Given, difference, needs_norm_before, rule_of
 
 SHAPES = ((6, 5), (7,), (3, 4, 2))

@@ -14,7 +14,9 @@ import sentinel
 from sentinel.collect.probes import weight_spectrum
 from sentinel.collect.probes.weight_spectrum import QUANTITIES, WeightSpectrum, as_matrices
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
+from ...support.training import train_steps
 from .test_wgrad_unreduced import WithDropout
 
 CONFIG = {"kinds": ["weight_spectrum"]}
@@ -192,18 +194,16 @@ def test_rows_of_kernels_and_experts(run: Path) -> None:
     assert said.ends[0].due["weight_spectrum"] == 6
 
 
-def train(model: nn.Module, config: dict[str, object] | None, num_steps: int = 4, autocast: bool = False) -> torch.Tensor:
-    torch.manual_seed(1)
+def end_of_training(model: nn.Module, config: dict[str, object] | None, autocast: bool = False) -> torch.Tensor:
+    """Train, watched unless there is no config; return the generator's state and the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     monitor = sentinel.attach(model, optimizer, config) if config is not None else None
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = loss_of(model, 10 * step + micro_step)
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return loss_of(model, seed)
+
+    train_steps(model, 4, optimizer=optimizer, seed=1, loss=loss)
     if monitor is not None:
         monitor.detach()
     return torch.cat([torch.get_rng_state().float(), *(p.detach().flatten() for p in model.parameters())])
@@ -219,9 +219,9 @@ def test_defects_16_and_18_neither_training_nor_its_generator_notices(
     watched = copy.deepcopy(bare)
     start = {name: p.detach().clone() for name, p in watched.named_parameters()}
 
-    expected = train(bare, None, autocast=autocast)
+    expected = end_of_training(bare, None, autocast=autocast)
 
-    assert torch.equal(train(watched, CONFIG, autocast=autocast), expected)
+    assert torch.equal(end_of_training(watched, CONFIG, autocast=autocast), expected)
     said = Said(run)
     for name in ("head.weight", "blocks.0.fc1.weight"):
         (row,) = said.of(0, "weight_spectrum", f"{name}:spectral_norm")

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sentinel
 
-from ..conftest import Said, TinyModel, loss_of, norm
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said, norm
+from ...support.training import train_steps
 
 CONFIG = {"kinds": ["wgrad_unreduced", "wgrad"], "per_micro_step": True}
 
@@ -93,20 +95,11 @@ def test_rows_of_micro_steps_fold_by_default(run: Path) -> None:
     assert said.ends[0].due["wgrad_unreduced"] == len(truth[0])
 
 
-def train(model: nn.Module, config: dict[str, Any] | None, num_steps: int = 4) -> tuple[list[float], Any]:
-    torch.manual_seed(1)
+def train_watched(model: nn.Module, config: dict[str, Any] | None, num_steps: int = 4) -> tuple[list[float], Any]:
+    """Return the losses, and the monitor, which goes on; None where there is no config."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     monitor = sentinel.attach(model, optimizer, config) if config is not None else None
-    losses = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for micro_step in range(2):
-            loss = loss_of(model, 10 * step + micro_step)
-            loss.backward()
-            losses.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    return losses, monitor
+    return train_steps(model, num_steps, optimizer=optimizer, seed=1), monitor
 
 
 class WithDropout(TinyModel):
@@ -121,8 +114,8 @@ def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], run
     bare = build()
     watched = copy.deepcopy(bare)
 
-    expected, _ = train(bare, None)
-    losses, monitor = train(watched, CONFIG)
+    expected, _ = train_watched(bare, None)
+    losses, monitor = train_watched(watched, CONFIG)
     monitor.detach()
 
     assert losses == expected
@@ -132,7 +125,7 @@ def test_defect_18_training_is_bit_identical(build: Callable[[], nn.Module], run
 
 def test_the_schedule_is_kept_and_hooks_stay_between(run: Path) -> None:
     model = TinyModel()
-    _, monitor = train(model, {"probes": {"wgrad_unreduced": {"step_interval": 2}}, "kinds": []})
+    _, monitor = train_watched(model, {"probes": {"wgrad_unreduced": {"step_interval": 2}}, "kinds": []})
     monitor.detach()
 
     said = Said(run)
@@ -143,7 +136,7 @@ def test_the_schedule_is_kept_and_hooks_stay_between(run: Path) -> None:
 def test_hooks_are_there_only_while_wanted_and_detach_restores(run: Path) -> None:
     model = TinyModel()
     before = num_hooks(model)
-    _, monitor = train(model, {"kinds": ["param"], "black_box": False}, 2)
+    _, monitor = train_watched(model, {"kinds": ["param"], "black_box": False}, 2)
     off = num_hooks(model)
     monitor.enable("wgrad_unreduced", for_steps=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -166,7 +159,7 @@ def test_hooks_are_there_only_while_wanted_and_detach_restores(run: Path) -> Non
 def test_targets_name_parameters_and_modules(run: Path) -> None:
     model = TinyModel()
     config = {"kinds": [], "probes": {"wgrad_unreduced": {"targets": ["blocks.1", "head.bias"]}}}
-    _, monitor = train(model, config, 1)
+    _, monitor = train_watched(model, config, 1)
     hooked = {name for name, p in model.named_parameters() if p._backward_hooks}
     monitor.detach()
 

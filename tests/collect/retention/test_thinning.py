@@ -18,7 +18,7 @@ from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.spool import write_ack
 from sentinel.wire.spool_files import KeptFile, covering, list_files, list_kept, next_place
 
-from ...ingest.daemon import Ears
+from ...support.closed_steps import FollowedRun
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +37,9 @@ def small(directory: Path, *, max_kib: int, file_kib: int = 64, **more: int) -> 
     )
 
 
-def read(run: SyntheticRun) -> tuple[Ears, list[ClosedStep]]:
-    ears = Ears(run.directory)
-    return ears, ears.finish()
+def read(run: SyntheticRun) -> tuple[FollowedRun, list[ClosedStep]]:
+    followed = FollowedRun(run.directory)
+    return followed, followed.finish()
 
 
 def num_judged(views: list[ClosedStep]) -> int:
@@ -61,12 +61,12 @@ def test_rows_judged_and_rows_told_lost_are_the_rows_sent_and_every_step_is_ther
     sent = 400 * run.rows_per_step
     assert spool_bytes(run) <= 1024 * 1024
 
-    ears, views = read(run)
+    followed, views = read(run)
 
     assert [view.step for view in views] == list(range(400))
     assert all("loss" in view.scalars for view in views)
     assert bad_steps(views) == [20]
-    losses = ears.assembler.losses
+    losses = followed.assembler.losses
     assert num_judged(views) + losses.num_rows == sent
     assert 0 < losses.num_rows < sent and losses.num_steps_gone == 0
     whole = {view.step: view.num_rows for view in views}
@@ -74,7 +74,7 @@ def test_rows_judged_and_rows_told_lost_are_the_rows_sent_and_every_step_is_ther
     assert all(one.lost_to in ("", "cap") and one.num_lost == one.num_finite_lost for v in views for one in v.decision.ranks)
     borders = [view for view in views if 0 < view.num_rows < run.rows_per_step]
     assert len(borders) > 100, "the black box of most steps is kept"
-    assert ears.problems == [] and ears.follower.num_corrupt == ears.follower.num_torn == 0
+    assert followed.problems == [] and followed.follower.num_corrupt == followed.follower.num_torn == 0
 
 
 @pytest.mark.parametrize("max_kib", [128, 256, 512])
@@ -87,12 +87,12 @@ def test_a_nan_survives_any_cap(tmp_path: Path, max_kib: int) -> None:
     whole.end()
     sent = 3000 * run.rows_per_step
 
-    ears, views = read(run)
+    followed, views = read(run)
     _, expected = read(whole)
 
     assert spool_bytes(run) <= max_kib * 1024 * 1.1
     assert 30 in bad_steps(views)
-    losses = ears.assembler.losses
+    losses = followed.assembler.losses
     assert num_judged(views) + losses.num_rows == sent
     assert len(views) + losses.num_steps_gone == 3000
     bad, first = (next(view for view in some if view.step == 30) for some in (views, expected))
@@ -105,15 +105,15 @@ def test_a_run_that_is_nan_for_ever_keeps_where_it_began(tmp_path: Path) -> None
     run.write(2000)
     run.end()
 
-    ears, views = read(run)
+    followed, views = read(run)
 
     assert bad_steps(views)[0] == 40
-    assert num_judged(views) + ears.assembler.losses.num_rows == 2000 * run.rows_per_step
+    assert num_judged(views) + followed.assembler.losses.num_rows == 2000 * run.rows_per_step
 
 
 def test_with_room_nothing_is_thinned_and_what_is_committed_goes_first(tmp_path: Path) -> None:
     run = small(tmp_path, max_kib=512)
-    follower = Ears(run.directory)
+    follower = FollowedRun(run.directory)
     for _ in range(40):
         run.write(10)
         follower.listen()
@@ -132,7 +132,7 @@ def test_with_room_nothing_is_thinned_and_what_is_committed_goes_first(tmp_path:
 def test_a_daemon_that_reads_while_files_are_thinned_counts_each_row_once(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     run = small(tmp_path, max_kib=rng.choice([128, 256, 512])).plant(Nan(step=100, module=BAD))
-    ears = Ears(run.directory)
+    followed = FollowedRun(run.directory)
     views: list[ClosedStep] = []
     num_steps = 0
     while num_steps < 900:
@@ -140,25 +140,25 @@ def test_a_daemon_that_reads_while_files_are_thinned_counts_each_row_once(tmp_pa
         run.write(number)
         num_steps += number
         if rng.random() < 0.3:
-            ears = restarted(ears, run)
-        records = ears.follower.poll()
-        ears.assembler.take(records, 0.0)
-        views += ears.assembler.close(0.0, ears.follower.behind)
+            followed = restarted(followed, run)
+        records = followed.follower.poll()
+        followed.assembler.take(records, 0.0)
+        views += followed.assembler.close(0.0, followed.follower.behind)
     run.end()
-    views += ears.finish()
+    views += followed.finish()
 
-    losses = ears.assembler.losses
+    losses = followed.assembler.losses
     assert num_judged(views) + losses.num_rows == num_steps * run.rows_per_step
     assert len(views) + losses.num_steps_gone == num_steps
     assert [view.step for view in views] == sorted({view.step for view in views})
     assert 100 in bad_steps(views)
-    assert ears.follower.num_corrupt == 0
+    assert followed.follower.num_corrupt == 0
 
 
-def restarted(ears: Ears, run: SyntheticRun) -> Ears:
+def restarted(followed: FollowedRun, run: SyntheticRun) -> FollowedRun:
     """Return another daemon that goes on from the snapshot of the first."""
-    snapshot = ears.assembler.snapshot()
-    later = Ears(run.directory)
+    snapshot = followed.assembler.snapshot()
+    later = FollowedRun(run.directory)
     later.follower.restore(snapshot_positions(snapshot))
     later.assembler.restore(snapshot, later.follower.incarnations)
     return later

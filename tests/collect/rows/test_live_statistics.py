@@ -10,7 +10,7 @@ import torch
 import sentinel
 from sentinel.collect.monitor import Monitor
 
-from ..conftest import TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
 
 
 def test_gradients_are_those_of_the_running_step(run: Path) -> None:

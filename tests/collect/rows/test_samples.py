@@ -15,7 +15,8 @@ from sentinel.collect.rows.scalars import Scalars
 from sentinel.messages import EndStep
 from sentinel.wire.frame import encode_message
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
 @pytest.mark.parametrize(

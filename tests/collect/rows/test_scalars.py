@@ -14,10 +14,11 @@ import sentinel
 from sentinel.collect.lifecycle.memory import MemoryUse
 from sentinel.collect.rows.scalars import Scalars
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 
-def train(
+def train_logging(
     model: nn.Module, optimizers: list[Any], number: int, log: dict[str, Any] | None = None, monitor: Any = None
 ) -> None:
     for step in range(number):
@@ -54,7 +55,7 @@ def test_the_learning_rate_is_that_of_the_step(run: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     monitor = sentinel.attach(model, optimizer, {"kinds": []})
 
-    train(model, [optimizer], 3)
+    train_logging(model, [optimizer], 3)
     monitor.detach()
 
     assert [end.scalars["lr"] for end in Said(run).ends] == [0.5, 0.25, 0.125]
@@ -67,7 +68,7 @@ def test_groups_and_further_optimizers_have_names_of_their_own(run: Path) -> Non
     second = torch.optim.AdamW(rest, torch.tensor(0.25))
     monitor = sentinel.attach(model, [first, second], {"kinds": []})
 
-    train(model, [first, second], 3)
+    train_logging(model, [first, second], 3)
     monitor.detach()
 
     rates = [{name: value for name, value in end.scalars.items() if name.startswith("lr")} for end in Said(run).ends]
@@ -84,7 +85,7 @@ def test_what_the_trainer_logs_wins(run: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     monitor = sentinel.attach(model, optimizer, {"kinds": []})
 
-    train(model, [optimizer], 2, {"lr": 7.0, "memory_host_bytes": 1.0, "tokens": 20}, monitor)
+    train_logging(model, [optimizer], 2, {"lr": 7.0, "memory_host_bytes": 1.0, "tokens": 20}, monitor)
     monitor.detach()
 
     assert [(end.scalars["lr"], end.scalars["memory_host_bytes"]) for end in Said(run).ends] == [(7.0, 1.0)] * 2
@@ -96,7 +97,7 @@ def test_memory_is_told_without_asking_a_device(run: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     files = len(list(Path("/proc/self/fd").iterdir()))
     monitor = sentinel.attach(model, optimizer, {"kinds": []})
-    train(model, [optimizer], 2)
+    train_logging(model, [optimizer], 2)
     monitor.detach()
 
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -19,7 +19,8 @@ from sentinel.command import EnableMonitoring
 from sentinel.monitor_config import Measurement
 from sentinel.record import Kind
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 MS = 1_000_000
 WARM_STEPS = 32
@@ -231,7 +232,7 @@ def test_what_a_command_asks_for_is_measured_at_every_step_and_so_is_all_else(ru
     trainer.train(NUM_STEPS)
     first = next_left_out(trainer, Kind.ACTIVATION) + 4
     command = EnableMonitoring(id="1", seq=1, at_step=first, kinds=("dgrad",), for_steps=20)
-    trainer.monitor.planning.orders.receive(command)
+    trainer.monitor.planning.inbox.receive(command)
     trainer.train(26)
     said = trainer.ended(run)
 

@@ -23,7 +23,8 @@ from sentinel.messages import Ack
 from sentinel.monitor_config import Measurement, MonitorConfig, ProbeSchedule, as_reported, read_source
 from sentinel.record import Kind
 
-from ..conftest import Said, TinyModel, loss_of
+from ...support.nets import TinyModel, loss_of
+from ...support.spools import Said
 
 NUM_STEPS = 12
 
@@ -255,7 +256,7 @@ class Training:
         assert self.monitor.session.handover.flush(60.0)
 
     def order(self, kind: Any, **keys: Any) -> Ack | None:
-        answer = self.monitor.planning.orders.receive(kind(seq=1, **keys))
+        answer = self.monitor.planning.inbox.receive(kind(seq=1, **keys))
         assert answer is None or isinstance(answer, Ack)
         return answer
 
@@ -400,7 +401,7 @@ class Alone:
         self.reported: list[tuple[str, str]] = []
         monitor = self.training.monitor
         self.edits = ConfigEdits(
-            read_source(self.file), monitor.planning.orders, lambda code, why, site: self.reported.append((code, why))
+            read_source(self.file), monitor.planning.inbox, lambda code, why, site: self.reported.append((code, why))
         )
         monitor.session.edits.stop()
         self.mono = 0.0

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
-from sentinel.daemon.http.console import Unavailable, UnknownRun
-from sentinel.daemon.http.guard import RequestGate
+from sentinel.daemon.http.daemon_api import Unavailable, UnknownRun
+from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.series_api import Busy, SeriesRequest
@@ -26,7 +26,7 @@ READ = {"Authorization": "Bearer " + TOKENS.read}
 CONTROL = {"Authorization": "Bearer " + TOKENS.control}
 
 
-class FakeConsole:
+class FakeApi:
     """A daemon with one run and one incident whose texts are hostile."""
 
     def __init__(self) -> None:
@@ -82,43 +82,43 @@ class FakeConsole:
 
 
 @pytest.fixture
-def console() -> FakeConsole:
-    return FakeConsole()
+def api() -> FakeApi:
+    return FakeApi()
 
 
-def client_of(console: FakeConsole, listen: str = "127.0.0.1:9464", **options: Any) -> TestClient:
+def client_of(api: FakeApi, listen: str = "127.0.0.1:9464", **options: Any) -> TestClient:
     config = HttpConfig.parse(listen, **options)
-    return TestClient(make_app(console, RequestGate(config, TOKENS)), base_url="http://127.0.0.1:9464")
+    return TestClient(make_app(api, RequestGate(config, TOKENS)), base_url="http://127.0.0.1:9464")
 
 
 READS = ["/", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series", "/api/v1/control"]
 
 
 @pytest.mark.parametrize("path", [*READS, "/healthz", "/readyz"])
-def test_loopback_reads_need_no_token(console: FakeConsole, path: str) -> None:
-    assert client_of(console).get(path).status_code == 200
+def test_loopback_reads_need_no_token(api: FakeApi, path: str) -> None:
+    assert client_of(api).get(path).status_code == 200
 
 
 @pytest.mark.parametrize("path", READS)
-def test_reads_on_other_addresses_need_a_token(console: FakeConsole, path: str) -> None:
-    client = client_of(console, "0.0.0.0:9464")
+def test_reads_on_other_addresses_need_a_token(api: FakeApi, path: str) -> None:
+    client = client_of(api, "0.0.0.0:9464")
 
     assert client.get(path).status_code == 401
     assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert client.get(path, headers=READ).status_code == 200
-    assert client_of(console, "0.0.0.0:9464", has_open_reads=True).get(path).status_code == 200
+    assert client_of(api, "0.0.0.0:9464", has_open_reads=True).get(path).status_code == 200
 
 
-def test_probes_are_answered_without_a_token_everywhere(console: FakeConsole) -> None:
-    client = client_of(console, "0.0.0.0:9464")
+def test_probes_are_answered_without_a_token_everywhere(api: FakeApi) -> None:
+    client = client_of(api, "0.0.0.0:9464")
 
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/api/v1/control", "/-/reload"])
-def test_control_needs_the_control_token_even_on_loopback(console: FakeConsole, path: str) -> None:
+def test_control_needs_the_control_token_even_on_loopback(api: FakeApi, path: str) -> None:
     order = {"run": "a", "action": "enable"}
-    client = client_of(console)
+    client = client_of(api)
 
     assert client.post(path, json=order).status_code == 401
     assert client.post(path, json=order, headers=READ).status_code == 403
@@ -126,17 +126,17 @@ def test_control_needs_the_control_token_even_on_loopback(console: FakeConsole, 
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]:1"])
-def test_a_foreign_host_header_is_refused(console: FakeConsole, host: str) -> None:
-    assert client_of(console).get("/", headers={"Host": host}).status_code == 421
+def test_a_foreign_host_header_is_refused(api: FakeApi, host: str) -> None:
+    assert client_of(api).get("/", headers={"Host": host}).status_code == 421
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9464", "127.0.0.1:1", "[::1]:9464", "LOCALHOST"])
-def test_loopback_names_are_ours(console: FakeConsole, host: str) -> None:
-    assert client_of(console).get("/healthz", headers={"Host": host}).status_code == 200
+def test_loopback_names_are_ours(api: FakeApi, host: str) -> None:
+    assert client_of(api).get("/healthz", headers={"Host": host}).status_code == 200
 
 
-def test_allowed_hosts_and_addresses_of_a_wildcard(console: FakeConsole) -> None:
-    client = client_of(console, "0.0.0.0:9464", allowed_hosts=("sentinel.cluster.local",))
+def test_allowed_hosts_and_addresses_of_a_wildcard(api: FakeApi) -> None:
+    client = client_of(api, "0.0.0.0:9464", allowed_hosts=("sentinel.cluster.local",))
 
     assert client.get("/healthz", headers={"Host": "sentinel.cluster.local:9464"}).status_code == 200
     assert client.get("/healthz", headers={"Host": "10.1.2.3:9464"}).status_code == 200
@@ -153,17 +153,17 @@ def test_allowed_hosts_and_addresses_of_a_wildcard(console: FakeConsole) -> None
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-def test_posts_from_other_pages_are_refused_even_with_the_token(console: FakeConsole, headers: dict[str, str]) -> None:
-    answer = client_of(console).post("/-/reload", headers={**CONTROL, **headers})
+def test_posts_from_other_pages_are_refused_even_with_the_token(api: FakeApi, headers: dict[str, str]) -> None:
+    answer = client_of(api).post("/-/reload", headers={**CONTROL, **headers})
 
     assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_posts_from_our_own_page_are_let_in(console: FakeConsole) -> None:
+def test_posts_from_our_own_page_are_let_in(api: FakeApi) -> None:
     own = {"Origin": "http://127.0.0.1:9464", "Sec-Fetch-Site": "same-origin"}
 
-    assert client_of(console).post("/-/reload", headers={**CONTROL, **own}).status_code == 200
+    assert client_of(api).post("/-/reload", headers={**CONTROL, **own}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -176,24 +176,24 @@ def test_posts_from_our_own_page_are_let_in(console: FakeConsole) -> None:
         "/..%2f..%2fetc/passwd",
     ],
 )
-def test_no_path_leads_to_a_file(console: FakeConsole, path: str) -> None:
-    answer = client_of(console).get(path)
+def test_no_path_leads_to_a_file(api: FakeApi, path: str) -> None:
+    answer = client_of(api).get(path)
 
     assert answer.status_code == 404
     assert "root:" not in answer.text
 
 
 @pytest.mark.parametrize("run", ["../../etc", "/etc/passwd", "b", "a/../../x"])
-def test_runs_are_names_not_paths(console: FakeConsole, run: str) -> None:
-    client = client_of(console)
+def test_runs_are_names_not_paths(api: FakeApi, run: str) -> None:
+    client = client_of(api)
 
     assert client.get("/api/v1/anomalies", params={"run": run}).status_code == 404
     order = {"run": run, "action": "enable"}
     assert client.post("/api/v1/control", json=order, headers=CONTROL).status_code == 404
 
 
-def test_the_page_escapes_everything_and_runs_nothing(console: FakeConsole) -> None:
-    answer = client_of(console).get("/")
+def test_the_page_escapes_everything_and_runs_nothing(api: FakeApi) -> None:
+    answer = client_of(api).get("/")
 
     assert "<script>alert" not in answer.text
     assert "<img" not in answer.text
@@ -206,22 +206,22 @@ def test_the_page_escapes_everything_and_runs_nothing(console: FakeConsole) -> N
     assert ' href="' not in answer.text
 
 
-def test_every_answer_carries_the_guarding_headers(console: FakeConsole) -> None:
+def test_every_answer_carries_the_guarding_headers(api: FakeApi) -> None:
     for path in (*READS, "/healthz", "/nothing"):
-        headers = client_of(console).get(path).headers
+        headers = client_of(api).get(path).headers
         assert headers["x-content-type-options"] == "nosniff"
         assert "default-src 'none'" in headers["content-security-policy"]
 
 
-def test_json_is_strict(console: FakeConsole) -> None:
-    answer = client_of(console).get("/api/v1/series")
+def test_json_is_strict(api: FakeApi) -> None:
+    answer = client_of(api).get("/api/v1/series")
 
     assert "NaN" not in answer.text
     assert answer.json()["series"][0]["points"] == [[0, 1, None]]
 
 
-def test_lists_are_json_and_bounded(console: FakeConsole) -> None:
-    client = client_of(console)
+def test_lists_are_json_and_bounded(api: FakeApi) -> None:
+    client = client_of(api)
 
     assert client.get("/api/v1/anomalies?limit=1").json() == {"anomalies": [{"id": "a"}]}
     assert client.get("/api/v1/incidents?state=open").json()["incidents"][0]["id"] == "i1"
@@ -229,8 +229,8 @@ def test_lists_are_json_and_bounded(console: FakeConsole) -> None:
     assert client.get("/api/v1/incidents?state=closed").status_code == 400
 
 
-def test_bad_orders_are_answered_with_400(console: FakeConsole) -> None:
-    client = client_of(console)
+def test_bad_orders_are_answered_with_400(api: FakeApi) -> None:
+    client = client_of(api)
 
     for body in (
         b"",
@@ -241,45 +241,45 @@ def test_bad_orders_are_answered_with_400(console: FakeConsole) -> None:
         b'{"run":"a","action":"enable","kinds":["nonsense"]}',
     ):
         assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400, body
-    assert console.orders == []
+    assert api.orders == []
     assert client.post("/api/v1/control", content=b"x" * 70_000, headers=CONTROL).status_code == 413
 
 
-def test_an_order_that_cannot_be_written_down_is_503(console: FakeConsole, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_cannot_be_written_down_is_503(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(run: str, action: str, request: Any) -> dict[str, Any]:
         raise Unavailable("nothing can be written: disk is full")
 
-    client = client_of(console)
+    client = client_of(api)
     order = {"run": "a", "action": "enable"}
     assert client.post("/api/v1/control", json=order, headers=CONTROL).status_code == 200
-    monkeypatch.setattr(console, "control", full)
+    monkeypatch.setattr(api, "control", full)
 
     answer = client.post("/api/v1/control", json=order, headers=CONTROL)
 
     assert (answer.status_code, answer.json()) == (503, {"error": "nothing can be written: disk is full"})
 
 
-def test_wrong_methods_are_405(console: FakeConsole) -> None:
-    client = client_of(console)
+def test_wrong_methods_are_405(api: FakeApi) -> None:
+    client = client_of(api)
 
     assert client.delete("/api/v1/control", headers=CONTROL).status_code == 405
     assert client.get("/-/reload").status_code == 405
 
 
-def test_health_and_reload_say_what_is_wrong(console: FakeConsole) -> None:
-    client = client_of(console)
+def test_health_and_reload_say_what_is_wrong(api: FakeApi) -> None:
+    client = client_of(api)
 
-    console.outcome = "failed"
+    api.outcome = "failed"
     assert client.post("/-/reload", headers=CONTROL).status_code == 422
-    console.status = "degraded"
+    api.status = "degraded"
     assert client.get("/healthz").status_code == 200
     assert client.get("/readyz").status_code == 503
-    console.status = "stuck"
+    api.status = "stuck"
     assert client.get("/healthz").status_code == 503
 
 
-def test_a_server_answers_on_a_free_port(console: FakeConsole) -> None:
-    server = HttpServer(console, HttpConfig.parse("127.0.0.1:0"), TOKENS)
+def test_a_server_answers_on_a_free_port(api: FakeApi) -> None:
+    server = HttpServer(api, HttpConfig.parse("127.0.0.1:0"), TOKENS)
     server.start()
     try:
         with urllib.request.urlopen(server.url + "/healthz", timeout=10) as answer:
@@ -287,7 +287,7 @@ def test_a_server_answers_on_a_free_port(console: FakeConsole) -> None:
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(server.url + "//etc/passwd", timeout=10)
         with pytest.raises(ConfigError, match=r"http\.listen"):
-            HttpServer(console, HttpConfig(port=server.port), TOKENS)
+            HttpServer(api, HttpConfig(port=server.port), TOKENS)
     finally:
         server.stop()
 
@@ -341,18 +341,18 @@ def test_broken_token_files_are_refused(tmp_path: Path) -> None:
         load_tokens(tmp_path)
 
 
-def test_a_request_for_series_that_cannot_be_answered_now_says_try_again(console: FakeConsole) -> None:
-    client = client_of(console)
+def test_a_request_for_series_that_cannot_be_answered_now_says_try_again(api: FakeApi) -> None:
+    client = client_of(api)
 
     assert client.get("/api/v1/series?name=loss").json()["series"][0]["points"] == [[0, 1, None]]
     busy = client.get("/api/v1/series?name=busy")
     assert busy.status_code == 503
     assert busy.json() == {"error": "the spool is being read"}
-    assert [one.query.names for one in console.requests] == [("loss",), ("busy",)]
+    assert [one.query.names for one in api.requests] == [("loss",), ("busy",)]
 
 
 @pytest.mark.parametrize("body", [b"[" * 60_000, b'{"a":' * 12_000, b'{"run": "a\xff"}'])
 def test_a_body_that_is_no_order_is_the_callers_mistake(body: bytes) -> None:
-    client = TestClient(make_app(FakeConsole(), RequestGate(HttpConfig(), TOKENS)), base_url="http://127.0.0.1")
+    client = TestClient(make_app(FakeApi(), RequestGate(HttpConfig(), TOKENS)), base_url="http://127.0.0.1")
 
     assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400

@@ -279,6 +279,7 @@ rules:
     assert not result.errors and result.pack_hash
 
 
+@pytest.mark.slow
 def test_lists_show_every_argument_and_detector():
     lines = {line.name: line for line in list_rules(load_pack())}
 

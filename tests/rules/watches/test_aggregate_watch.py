@@ -371,6 +371,7 @@ def test_a_layout_that_grows_keeps_what_a_group_knows(paper_run, rng):
     assert all(one.baseline == pytest.approx(math.sqrt(2), rel=0.2) for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detector", [name for name, cls in DETECTORS.items() if is_series_detector(cls)])
 def test_every_series_detector_judges_groups(paper_run, with_nan, rng, detector):
     """The battery: any detector, healthy, bad and absent groups; finite scores, snapshots exact, bounded series."""

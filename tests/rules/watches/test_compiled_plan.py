@@ -1,4 +1,4 @@
-"""All forms of a step in one C call: the engine says the same without it, over gaps, growth, restarts and reloads."""
+"""Vectorised detectors of a step in one C call: the engine says the same without it, over gaps, growth and restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sentinel.rules.watches.series_index import SeriesIndex, hash_of
 from sentinel.rules.watches.watch import WatchPlan
 
 KINDS = ("param", "wgrad", "activation", "dgrad")
-needs_library = pytest.mark.skipif(native.judge_forms is None, reason="the C library was not built")
+needs_library = pytest.mark.skipif(native.judge_plan is None, reason="the C library was not built")
 
 
 def wild_views(paper_run, with_nan, num_steps: int = 130) -> list[ClosedStep]:
@@ -62,7 +62,7 @@ def test_the_engine_says_the_same_with_and_without_the_library(paper_run, with_n
     views = wild_views(paper_run, with_nan)
     in_c, in_numpy = Engine(load_pack()), Engine(load_pack())
     mine = judged(in_c, views)
-    with patch.object(native, "judge_forms", None):
+    with patch.object(native, "judge_plan", None):
         expected = judged(in_numpy, views)
 
     assert mine == expected
@@ -73,6 +73,7 @@ def test_the_engine_says_the_same_with_and_without_the_library(paper_run, with_n
     assert len(states[0]) == len(states[1])
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("at", [20, 63, 101])
 def test_a_restart_or_a_reload_of_the_same_pack_changes_nothing(paper_run, with_nan, at):

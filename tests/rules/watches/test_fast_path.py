@@ -1,4 +1,4 @@
-"""The quick way of scalar rules leaves the very bits that numpy leaves, and gives way where anything is anomalous."""
+"""The fast path of scalar rules leaves the very bits that numpy leaves, and gives way where anything is anomalous."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from sentinel.detect import AnomalyNan, AnomalyTurbulence, GradNormSpike, HiddenNan, LossSpike, NanStorm, SameBatch
 from sentinel.detect.drift import Drift, Plateau
-from sentinel.native import quick as native
-from sentinel.rules.watches.fast_path import Quick, quick_of
+from sentinel.native import fast_rules as native
+from sentinel.rules.watches.fast_path import FastPath, fast_path_of
 
 DETECTORS = {
     "drift": Drift(memory=8, warmup=40, threshold=10.0),
@@ -43,36 +43,37 @@ def stream(num_steps: int) -> np.ndarray:
     return np.stack([calm, falling, still], axis=1)
 
 
-def take(quick: Quick, values: np.ndarray, series: np.ndarray, state: dict[str, np.ndarray]) -> bool:
+def take(fast_path: FastPath, values: np.ndarray, series: np.ndarray, state: dict[str, np.ndarray]) -> bool:
     """Take one point of each of these series in; False where any is anomalous."""
     rule, taken, at = native.FastRule(), np.zeros(1, np.bool_), np.arange(len(values), dtype=np.int32)
-    kept = quick.describe(rule, state)
+    kept = fast_path.describe(rule, state)
     rule.values, rule.series, rule.num = at.ctypes.data, series.ctypes.data, len(values)
     num_taken = native.step(ctypes.addressof(rule), 1, values.ctypes.data, taken.ctypes.data)
     assert kept and num_taken == taken[0]
     return bool(taken[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.step is None, reason="the C library was not built")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_the_quick_way_leaves_the_same_bits(name):
     detector = DETECTORS[name]
-    quick, values = quick_of(detector), stream(420)
+    fast_path, values = fast_path_of(detector), stream(420)
     if name == "drift, old":
         # What a run has shown bounds where chance leads it from 64 blocks on, 1024 steps here; waves are chance to it.
         values = stream(1500) * np.exp(0.1 * np.sin(np.arange(1500) / 12.0))[:, None]
-    assert quick is not None
+    assert fast_path is not None
     # The points come in another order than the series stand in, and one series has none.
     series = np.array([3, 0, 2], dtype=np.int32)
     fast, slow, untouched = detector.state(4), detector.state(3), detector.state(1)
-    num_quick = num_anomalous = 0
+    num_fast = num_anomalous = 0
     with np.errstate(all="ignore"):
         for at, point in enumerate(values):
             anomalous = detector.score(point, slow).score >= 1.0
             detector.learn(point, slow, anomalous)
-            if take(quick, point.copy(), series, fast):
+            if take(fast_path, point.copy(), series, fast):
                 assert not anomalous.any(), at
-                num_quick += 1
+                num_fast += 1
             else:
                 # What only asks whether all is well leaves a single NaN to numpy, anomalous or not.
                 assert anomalous.any() or not np.isfinite(point).all(), at
@@ -86,7 +87,7 @@ def test_the_quick_way_leaves_the_same_bits(name):
                 assert fast[array][series].tobytes() == slow[array].tobytes(), f"{array} at {at}"
     for array in untouched:
         assert fast[array][1].tobytes() == untouched[array][0].tobytes()
-    assert num_quick > 60 and num_anomalous > 0
+    assert num_fast > 60 and num_anomalous > 0
 
 
 def test_what_may_differ_has_no_quick_way():
@@ -94,6 +95,6 @@ def test_what_may_differ_has_no_quick_way():
         def score(self, values, state):
             return super().score(values, state)
 
-    assert quick_of(Mine()) is None
-    assert quick_of(AnomalyTurbulence(compat="msprobe")) is None
-    assert quick_of(AnomalyNan(threshold=3.0)) is None
+    assert fast_path_of(Mine()) is None
+    assert fast_path_of(AnomalyTurbulence(compat="msprobe")) is None
+    assert fast_path_of(AnomalyNan(threshold=3.0)) is None

@@ -17,7 +17,7 @@ from sentinel.rules.language.loader import load_pack
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
 
-from ...ingest.daemon import Ears
+from ...support.closed_steps import FollowedRun
 
 
 class Lossy:
@@ -25,7 +25,7 @@ class Lossy:
 
     def __init__(self, directory: Path, **more: int) -> None:
         self.run = SyntheticRun(directory / "run", layers=2, elements=8, **more)
-        self.ears = Ears(self.run.directory)
+        self.followed = FollowedRun(self.run.directory)
         self.engine = Engine(load_pack())
         self.found: list[Anomaly] = []
 
@@ -44,12 +44,12 @@ class Lossy:
             end, num_rows=len(kept), num_dropped_rows=num_lost, num_finite_dropped=num_lost * is_finite, lost_to=lost_to
         )
         one = self.run._ranks[rank]
-        self.run._say(one, FrameType.ROWS, kept.tobytes(), step, len(kept))
-        self.run._say(one, FrameType.END_STEP, encode_message(reported), step, 0)
+        self.run._write_message(one, FrameType.ROWS, kept.tobytes(), step, len(kept))
+        self.run._write_message(one, FrameType.END_STEP, encode_message(reported), step, 0)
 
     def judge(self, *, is_over: bool = False) -> list[Anomaly]:
         """Return what the rule on losses says of what was written since; others' records are in `found`."""
-        views: list[ClosedStep] = self.ears.finish() if is_over else self.ears.listen()
+        views: list[ClosedStep] = self.followed.finish() if is_over else self.followed.listen()
         new = [one for view in views for one in self.engine.judge(view)]
         self.found += new
         return [one for one in new if one.rule == "rows-lost"]
@@ -64,7 +64,7 @@ def test_a_run_that_loses_nothing_says_nothing(lossy: Lossy) -> None:
     lossy.write(60)
 
     assert lossy.judge(is_over=True) == []
-    assert lossy.ears.assembler.losses.is_complete
+    assert lossy.followed.assembler.losses.is_complete
     assert lossy.engine.num_rows_judged == 60 * lossy.run.rows_per_step
 
 
@@ -81,7 +81,7 @@ def test_a_daemon_that_comes_late_tells_all_that_was_lost_at_once(lossy: Lossy) 
     assert onset.message.startswith(f"rank 0: {onset.value:,.0f} of {30 * lossy.run.rows_per_step:,} rows of steps 5 to 34 ")
     assert "spool.max_bytes" in onset.message and "sentinel serve" in onset.message
     assert "all of them were finite" in onset.message
-    assert lossy.ears.assembler.losses.num_rows == onset.value
+    assert lossy.followed.assembler.losses.num_rows == onset.value
 
 
 def test_a_live_loss_is_told_at_its_first_step_and_its_sum_at_its_end(lossy: Lossy) -> None:
@@ -127,7 +127,7 @@ def test_whole_steps_that_are_gone_are_counted(lossy: Lossy) -> None:
     health = Health(
         code="steps_dropped", message="", count=7, first_step=3, step=9, num_rows=7 * lossy.run.rows_per_step, lost_to="cap"
     )
-    lossy.run.say(0, health)
+    lossy.run.report(0, health)
     lossy.run.step = 10
     lossy.write(3)
 
@@ -150,6 +150,7 @@ def test_several_ranks_are_one_episode(tmp_path: Path) -> None:
     assert onset.message.startswith("ranks 0, 2: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}])
 def test_what_is_left_of_steps_that_lost_rows_is_not_judged_as_the_whole(tmp_path: Path, shape: dict[str, int]) -> None:
     lossy = Lossy(tmp_path, **shape)
@@ -171,7 +172,7 @@ def test_decisions_say_what_was_lost_so_that_a_replay_does(lossy: Lossy) -> None
     lossy.write(3, lossy=(0,))
     lossy.judge()
 
-    decisions: list[Decision] = lossy.ears.decisions
+    decisions: list[Decision] = lossy.followed.decisions
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(decisions), type=list[Decision])
 
     assert [one.ranks[0].num_lost > 0 for one in again] == [False, False, True, True, True]
@@ -186,7 +187,7 @@ def test_a_restored_watch_goes_on_as_the_other_would(lossy: Lossy) -> None:
     later = Engine(load_pack())
     later.restore(lossy.engine.snapshot())
     lossy.write(600)
-    views = lossy.ears.listen()
+    views = lossy.followed.listen()
 
     first, second = ([one for view in views for one in engine.judge(view)] for engine in (lossy.engine, later))
 
@@ -197,8 +198,8 @@ def test_an_end_of_an_older_rank_says_what_it_lost(lossy: Lossy) -> None:
     rows, end = lossy.run.observe(0, 0)
     old = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(end, num_dropped_rows=9)), type=EndStep)
     one = lossy.run._ranks[0]
-    lossy.run._say(one, FrameType.ROWS, rows.tobytes(), 0, len(rows))
-    lossy.run._say(one, FrameType.END_STEP, encode_message(old), 0, 0)
+    lossy.run._write_message(one, FrameType.ROWS, rows.tobytes(), 0, len(rows))
+    lossy.run._write_message(one, FrameType.END_STEP, encode_message(old), 0, 0)
 
     (onset,) = lossy.judge()
 

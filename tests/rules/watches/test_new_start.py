@@ -31,6 +31,7 @@ def judged(run: SyntheticRun) -> list[Anomaly]:
     return [one for what, judgement in judgements if not isinstance(what, Tick) for one in judgement.anomalies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "is_resumed", "is_reported"),
     [(0, False, False), (300, True, True), (40, False, False), (0, True, True)],

@@ -12,11 +12,6 @@ from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 
 
-@pytest.fixture
-def engine():
-    return Engine(load_pack())
-
-
 def judge(engine, run, steps, busy, *, step_s=None, activities=(), only=None, wait_known=True):
     """Return the anomalies of steps in which rank r works busy[r] seconds and waits for the longest to end."""
     found = []

@@ -25,11 +25,6 @@ def checksums(wrong=None):
     return change
 
 
-@pytest.fixture
-def engine():
-    return Engine(load_pack())
-
-
 def judge(engine, run, steps, wrong=None, **options):
     found = []
     for step in steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 
 from sentinel.judge.judge import Judge
 from sentinel.logs.log_file import read_log
@@ -39,6 +40,7 @@ def test_a_resume_and_a_restarted_rate_are_no_drift(tmp_path, rng):
     assert resumed == [] and restarted == []
 
 
+@pytest.mark.slow
 def test_of_a_slow_climb_the_level_is_told_and_not_a_point_of_it(tmp_path):
     """Where a climb was held back and is told later, the row of that step may lie below the best level."""
     reported = 0

@@ -1,0 +1,328 @@
+"""The daemon: composes runs, rules, notifications, HTTP and signals into one loop. Decides nothing itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import msgspec
+
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.server import HttpServer
+from sentinel.daemon.http.tokens import load_tokens
+from sentinel.daemon.outboxes import Outboxes
+from sentinel.daemon.outside_packages import OutsidePackages
+from sentinel.daemon.served_api import ServedApi
+from sentinel.daemon.serving import ServedRun
+from sentinel.daemon.systemd import Systemd
+from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.judge.packs import RulePacks
+from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.report.pipeline import Notifier, RetryPolicy
+from sentinel.report.sinks.sink_table import build_sinks
+from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
+from sentinel.store.trouble import disk_trouble
+
+log = logging.getLogger("sentinel.daemon")
+
+FAST_POLL_S = 0.005
+"""Pause between two looks at the spool while data flows."""
+FLOWING_S = 2.0
+"""Data flows until nothing came for so long."""
+SLOW_POLL_S = 0.1
+"""Longest pause between two looks: a third of what an alert may take."""
+DISCOVER_S = 0.5
+RELOAD_CHECK_S = 1.0
+RETRY_RUN_S = 5.0
+ORPHAN_QUIET_S = 60.0
+"""A daemon whose `sentinel run` was killed ends when the ranks were silent for so long."""
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `sentinel serve`."""
+
+    directory: Path
+    state_dir: Path | None = None
+    packs: tuple[str, ...] = ()
+    config: DaemonConfig = DaemonConfig()
+    http: HttpConfig | None = HttpConfig()
+    """None: nothing is served."""
+    is_owned: bool = False
+    """The daemon of `sentinel run`: the end of its parent, or SIGTERM, is the end of the run, and open steps close."""
+    parent: int = 0
+    """Process id of the parent, when it is owned."""
+    notify_socket: str = ""
+    watchdog_us: int = 0
+    drain_s: float = 10.0
+    """Longest time for judging and telling what is left after SIGTERM."""
+
+
+class Daemon:
+    """Serves a run, or every run of a directory, until it is asked to stop."""
+
+    def __init__(self, options: ServeOptions, environ: Mapping[str, str], stream: TextIO) -> None:
+        """Read rules and configuration; raise SentinelError for what cannot be served. environ: for the sinks' secrets."""
+        self._options = options
+        self._is_single = is_run(options.directory)
+        self._state = (options.state_dir or options.directory / ".daemon").absolute()
+        if self._is_single:
+            _make_ours(options.directory)
+        else:
+            refuse_foreign(options.directory, is_shared=True)
+        make_directory(self._state)
+        _make_ours(self._state)
+        self._packs = RulePacks(list(options.packs))
+        self._packs.load()
+        self._outboxes = Outboxes()
+        notify = options.config.notify
+        self._notifier = Notifier(
+            self._outboxes,
+            build_sinks(notify, environ, stream),
+            RetryPolicy(
+                retry_s=notify.retry_s,
+                max_retry_s=notify.max_retry_s,
+                give_up_after_s=notify.give_up_after_s,
+                max_pending=notify.max_pending,
+            ),
+            clock=time.time,
+            rates={sink.name: getattr(sink, "rate_per_s", 10.0) for sink in notify.sinks},
+        )
+        self._systemd = Systemd(options.notify_socket, options.watchdog_us)
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._wants_reload = False
+        self._runs: dict[str, ServedRun] = {}
+        self._problems: dict[str, str] = {}
+        self._retry_at: dict[str, float] = {}
+        self.api = ServedApi(self._packs, self._notifier, self._ask_reload)
+        self._http: HttpServer | None = None
+        self._outside_packages = OutsidePackages()
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; return the exit code."""
+        former = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+        # `sentinel run` starts us with SIGTERM held back.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, former.keys())
+        try:
+            self._start()
+            self._loop()
+            self._drain()
+        finally:
+            self._close()
+            for number, handler in former.items():
+                signal.signal(number, handler)
+        return 0
+
+    def stop(self) -> None:
+        """Have `run` drain and return; may be called from any thread."""
+        self._is_stopping = True
+        self._wake.set()
+
+    # The loop.
+
+    def _start(self) -> None:
+        self._discover(time.time())
+        if self._is_single and not self._runs:
+            raise StoreError(next(iter(self._problems.values())))
+        open_alerts = [
+            alert for run in self._runs.values() for alert in run.open_alerts(self._options.config.notify.routes())
+        ]
+        self._notifier.start(open_alerts)
+        self._http = self._bind()
+        if self._http is not None and self._options.http is not None:
+            write_whole(
+                self._state / "http.json",
+                json.dumps({"url": self._http.url, "host": self._options.http.host, "port": self._http.port}) + "\n",
+            )
+            log.info("serving %s on %s", self._options.directory, self._http.url)
+        self._outside_packages.start()
+
+    def _bind(self) -> HttpServer | None:
+        """Take the port; beside a command another one, or none, where that is taken: judging is worth more than the page."""
+        asked = self._options.http
+        if asked is None:
+            return None
+        tokens = load_tokens(self._state)
+        try:
+            return HttpServer(self.api, asked, tokens)
+        except ConfigError as error:
+            if not self._options.is_owned:
+                raise
+            log.error("%s; a free port is tried instead", error)
+        try:
+            return HttpServer(self.api, msgspec.structs.replace(asked, port=0), tokens)
+        except ConfigError as error:
+            log.error("%s; the page is not served, judging goes on", error)
+            return None
+
+    def _loop(self) -> None:
+        is_first, pause, flowed = True, FAST_POLL_S, time.monotonic()
+        next_discovery = next_check = 0.0
+        while not self._is_stopping:
+            begun = time.monotonic()
+            if begun >= next_discovery:
+                next_discovery = begun + DISCOVER_S
+                self._discover(time.time())
+                self._is_stopping = self._is_stopping or self._is_orphaned()
+            if self._wants_reload or begun >= next_check:
+                next_check = begun + RELOAD_CHECK_S
+                self._check_packs()
+            has_moved = self._turn()
+            now = time.monotonic()
+            self.api.publish(self._runs.values(), self._problems, is_caught_up=not has_moved)
+            self._systemd.alive()
+            if is_first:
+                # HTTP after the first look at the spool: its libraries take as long to load as a step takes to judge.
+                is_first = False
+                if self._http is not None:
+                    self._http.start()
+                self._systemd.ready()
+            if has_moved:
+                flowed = now
+                pause = FAST_POLL_S
+                continue
+            # Ten times the cost of a look that found nothing: thousands of ranks must not cost a core.
+            pause = max(FAST_POLL_S, 10.0 * (now - begun)) if now - flowed < FLOWING_S else pause * 1.5
+            self._wake.wait(min(pause, SLOW_POLL_S))
+            self._wake.clear()
+
+    def _turn(self) -> bool:
+        has_moved = False
+        for name, run in list(self._runs.items()):
+            try:
+                has_moved = run.turn(time.time()) or has_moved
+                if run.take_alerts():
+                    self._notifier.wake()
+            except Exception as error:  # whatever is wrong with one run, the others are judged on
+                self._drop(name, _why(run.paths.run_dir, error))
+        return has_moved
+
+    def _discover(self, now: float) -> None:
+        for run_dir in self._found():
+            name = printable(run_dir.absolute().name)
+            if name in self._runs or now < self._retry_at.get(name, 0.0):
+                continue
+            try:
+                refuse_unprintable(run_dir)
+                for one in (run_dir, run_dir / "spool"):
+                    if one.exists():
+                        _make_ours(one)
+                paths = RunPaths.of(run_dir, self._options.state_dir)
+                run = ServedRun(paths, self._options.config, self._packs)
+            except Exception as error:
+                self._refuse(name, _why(run_dir, error), now)
+                continue
+            self._problems.pop(name, None)
+            self._runs[name] = run
+            self._outboxes.join(run.journal.outbox)
+            self._notifier.wake()
+
+    def _found(self) -> list[Path]:
+        """Return the runs to serve: of one that we own also the others that its command attached under the same name."""
+        given = self._options.directory
+        if not self._is_single:
+            return runs_in(given)
+        if not self._options.is_owned or self._options.state_dir is not None:
+            return [given]
+        return [given, *further_runs(given)]
+
+    def _drop(self, name: str, problem: str) -> None:
+        run = self._runs.pop(name)
+        self._outboxes.leave(run.journal.outbox)
+        run.close()
+        self._refuse(name, problem, time.time())
+
+    def _refuse(self, name: str, problem: str, now: float) -> None:
+        if self._problems.get(name) != problem:
+            log.error("run %s is not served: %s", name, problem)
+        self._problems[name] = problem
+        self._retry_at[name] = now + RETRY_RUN_S
+
+    def _check_packs(self) -> None:
+        is_asked, self._wants_reload = self._wants_reload, False
+        if not is_asked and not self._packs.have_changed():
+            return
+        self._systemd.reloading()
+        outcome = self._packs.reload(time.time())
+        for name, run in list(self._runs.items()):
+            try:
+                run.note_reload(outcome, time.time())
+            except SentinelError as error:
+                self._drop(name, str(error))
+        self._systemd.ready()
+        self.api.reloaded()
+
+    def _ask_reload(self) -> None:
+        self._wants_reload = True
+        self._wake.set()
+
+    def _is_orphaned(self) -> bool:
+        if not self._options.is_owned or self._options.parent in (0, os.getppid()):
+            return False
+        # The command may have outlived `sentinel run`: it is watched until it says nothing any more.
+        now = time.time()
+        return all(now - run.last_received > ORPHAN_QUIET_S for run in self._runs.values())
+
+    # The end.
+
+    def _drain(self) -> None:
+        self._systemd.stopping()
+        self.api.is_stopping = True
+        deadline = time.monotonic() + self._options.drain_s
+        while self._turn() and time.monotonic() < deadline:
+            pass
+        for name, run in list(self._runs.items()):
+            try:
+                run.finish(time.time(), is_over=self._options.is_owned, deadline=deadline)
+            except Exception as error:
+                self._drop(name, _why(run.paths.run_dir, error))
+        self._notifier.wake()
+        waiting: Sequence[int] = ()
+        while time.monotonic() < deadline:
+            waiting = [count for count in self._notifier.pending().values() if count]
+            if not waiting or self._notifier.problems():
+                break
+            time.sleep(0.01)
+
+    def _close(self) -> None:
+        if self._http is not None:
+            self._http.stop()
+            (self._state / "http.json").unlink(missing_ok=True)
+        self._notifier.close()
+        self._outside_packages.close()
+        for run in self._runs.values():
+            run.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._ask_reload()
+        else:
+            self.stop()
+
+
+def _make_ours(directory: Path) -> None:
+    """Take from others the right to write a directory, and say so; StoreError when it is another user's."""
+    if said := tighten(directory):
+        log.warning("%s", said)
+    refuse_foreign(directory)
+
+
+def _why(run_dir: Path, error: Exception) -> str:
+    """Return why a run is not served, in words; what should never happen is logged with where it did."""
+    if isinstance(error, SentinelError):
+        return str(error)
+    if isinstance(error, OSError):
+        return str(disk_trouble(Path(error.filename or run_dir), error))
+    log.error("run %s: a defect of Sentinel, please report it", run_dir.name, exc_info=error)
+    return f"{run_dir}: a defect of Sentinel, its log says where: {type(error).__name__}: {error}"

@@ -1,0 +1,69 @@
+"""What can be asked of a daemon, and why it may not be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sentinel.control.acts import ActRequest
+from sentinel.daemon.series_api import SeriesRequest
+from sentinel.errors import SentinelError
+
+
+class UnknownRun(SentinelError):
+    """A request for a run that is not served here."""
+
+
+class Unavailable(SentinelError):
+    """A request that is right and cannot be done now: the journal or the control folder cannot be written."""
+
+
+class DaemonApi(Protocol):
+    """What can be asked of a daemon. Every method may be called from any thread and returns at once."""
+
+    def health(self) -> dict[str, Any]:
+        """Return {"status": "ok" | "degraded" | "stopping" | "stuck", "problems": [...], "version": ...}."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Return whether rules are loaded and every run there was at the start has been read to its end once."""
+        ...
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return one object per run: name, attempt, newest and judged step, ranks, open incidents, scalars."""
+        ...
+
+    def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
+        """Return lines of JSON, newest first. UnknownRun for a run not served."""
+        ...
+
+    def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
+        """Return the newest revision of each incident as lines of JSON, the last changed first."""
+        ...
+
+    def series(self, request: SeriesRequest) -> dict[str, Any]:
+        """Return {"series": [{"run", "name", "kind", "statistic", "points": [[attempt, step, value], ...]}, ...], ...}.
+
+        The one method that may take seconds, when steps are asked for that only the spool has; Busy when it cannot now.
+        """
+        ...
+
+    def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
+        """Return the newest entries of the audit, newest first."""
+        ...
+
+    def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do one of `commanding.ACTIONS`; SentinelError when it cannot be, Unavailable when not now."""
+        ...
+
+    def act(self, run: str, request: ActRequest) -> dict[str, Any]:
+        """Take what a person does about an incident; SentinelError when it cannot be, Unavailable when not now."""
+        ...
+
+    def reload(self) -> dict[str, Any]:
+        """Read the rule packs again: {"outcome": "ok" | "failed", "problem": ..., "pack_hash": ...}."""
+        ...
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return (body, content type) of a scrape."""
+        ...

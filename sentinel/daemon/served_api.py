@@ -1,0 +1,194 @@
+"""What can be asked of the daemon from other threads: reads published state and journals, never the judging itself."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from sentinel.control.acts import ActRequest, leave_act
+from sentinel.daemon.http.daemon_api import Unavailable, UnknownRun
+from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
+from sentinel.daemon.serving import ServedRun
+from sentinel.errors import StoreError
+from sentinel.judge.packs import RulePacks
+from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
+from sentinel.report.pipeline import Notifier
+from sentinel.version import VERSION
+
+STUCK_AFTER_S = 30.0
+"""Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
+that hangs is reported late."""
+RELOAD_WAIT_S = 10.0
+
+
+class ServedApi:
+    """The `DaemonApi` of HTTP over the runs that are served. The loop calls `publish`; any thread calls the rest."""
+
+    def __init__(self, packs: RulePacks, notifier: Notifier, ask_reload: Callable[[], None]) -> None:
+        self.is_stopping = False
+        self._packs = packs
+        self._notifier = notifier
+        self._ask_reload = ask_reload
+        self._runs: dict[str, ServedRun] = {}
+        self._problems: dict[str, str] = {}
+        self._is_ready = False
+        self._alive_at = time.monotonic()
+        self._started = time.time()
+        self._reload_done = threading.Event()
+        self._collector = MetricsCollector(self._snapshot)
+        self._series = SeriesQueries()
+
+    # Called by the loop.
+
+    def publish(self, runs: Iterable[ServedRun], problems: Mapping[str, str], *, is_caught_up: bool) -> None:
+        """Say which runs are served and what is wrong; called every turn of the loop."""
+        self._alive_at = time.monotonic()
+        served = {run.name: run for run in runs}
+        if served.keys() != self._runs.keys():
+            self._runs = served
+        self._problems = dict(problems)
+        self._is_ready = self._is_ready or is_caught_up
+
+    def reloaded(self) -> None:
+        """Say that a reload was done, whatever came of it."""
+        self._reload_done.set()
+
+    # Called from anywhere: `DaemonApi`.
+
+    def health(self) -> dict[str, Any]:
+        """Return the status and every problem in words."""
+        problems = [f"run {name} is not served: {problem}" for name, problem in sorted(self._problems.items())]
+        if self._packs.problem:
+            problems.append(f"rules: the former ones are in use: {self._packs.problem}")
+        problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifier.problems().items())]
+        problems += [
+            f"run {name}: {problem}" for name, run in sorted(self._runs.items()) for problem in run.status.problems()
+        ]
+        age = time.monotonic() - self._alive_at
+        if age > STUCK_AFTER_S:
+            status = "stuck"
+            problems.insert(0, f"the loop has not come round for {age:.0f} s")
+        elif self.is_stopping:
+            status = "stopping"
+        else:
+            status = "degraded" if problems else "ok"
+        return {
+            "status": status,
+            "problems": problems,
+            "version": VERSION,
+            "pack_hash": self._packs.pack_hash,
+            "num_runs": len(self._runs),
+        }
+
+    def is_ready(self) -> bool:
+        """Return whether everything there was at the start has been judged, and nothing stops."""
+        return self._is_ready and not self.is_stopping
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return one object a run."""
+        return [run.status.describe() for _, run in sorted(self._runs.items())]
+
+    def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
+        """Return the newest anomalies as lines of JSON, newest first; of all runs when `run` is None."""
+        found: list[bytes] = []
+        for one in self._chosen(run):
+            newest = one.journal.found.newest_anomalies(limit - len(found), before, step)
+            found += [body for _, body in newest]
+        return found[:limit]
+
+    def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
+        """Return the newest revision of each incident as lines of JSON."""
+        found: list[bytes] = []
+        for one in self._chosen(run):
+            for body in one.journal.found.newest_incidents(limit):
+                if not is_open or _STATE.decode(body).state == "open":
+                    found.append(body)
+        return found[:limit]
+
+    def series(self, request: SeriesRequest) -> dict[str, Any]:
+        """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
+        return self._series.answer(self._chosen(request.run), request)
+
+    def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
+        """Return the newest entries of the audit, newest first."""
+        entries: list[dict[str, Any]] = [
+            {
+                "run": one.name,
+                "time": entry.time,
+                "actor": entry.actor,
+                "action": entry.action,
+                "details": entry.details,
+            }
+            for one in self._chosen(run)
+            for entry in one.journal.audit.newest(limit)
+        ]
+        return sorted(entries, key=lambda entry: -entry["time"])[:limit]
+
+    def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do `enable` or `disable` in a run."""
+        [one] = self._chosen(run)
+        try:
+            return one.commanding.order(action, request, time.time())
+        except (StoreError, sqlite3.Error) as error:
+            raise Unavailable(f"run {run}: the order may not have been given, nothing can be written: {error}") from error
+
+    def act(self, run: str, request: ActRequest) -> dict[str, Any]:
+        """Leave what a person does about an incident of a run for its judge."""
+        [one] = self._chosen(run)
+        act = request.begun(time.time())
+        try:
+            leave_act(one.paths.run_dir, act)
+        except OSError as error:
+            raise Unavailable(f"run {run}: nothing can be written: {error.strerror or error}") from error
+        return {"id": act.id, "incident": act.incident, "act": act.act, "who": act.who}
+
+    def reload(self) -> dict[str, Any]:
+        """Have the loop read the rule packs again, and wait for the outcome."""
+        self._reload_done.clear()
+        self._ask_reload()
+        if not self._reload_done.wait(RELOAD_WAIT_S):
+            return {"outcome": "failed", "problem": f"the loop did not come round within {RELOAD_WAIT_S:g} s"}
+        problem = self._packs.problem
+        return {
+            "outcome": "failed" if problem else "ok",
+            "problem": problem or None,
+            "pack_hash": self._packs.pack_hash,
+        }
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return (body, content type) of a scrape."""
+        return self._collector.render(accept)
+
+    # Inside.
+
+    def _chosen(self, run: str | None) -> list[ServedRun]:
+        if run is None:
+            return [one for _, one in sorted(self._runs.items())]
+        if run not in self._runs:
+            known = ", ".join(sorted(self._runs)[:20]) or "none"
+            raise UnknownRun(f'run "{run[:200]}": expected one that is served here; known: {known}')
+        return [self._runs[run]]
+
+    def _snapshot(self) -> MetricsSnapshot:
+        return MetricsSnapshot(
+            runs=tuple(run.status.metrics() for run in self._runs.values()),
+            sinks=tuple(self._notifier.workers),
+            notifications=self._notifier.counts(),
+            notifications_pending=self._notifier.pending(),
+            reloads=self._packs.counts,
+            last_reload_time=self._packs.loaded_at,
+            is_last_reload_ok=not self._packs.problem,
+            start_time=self._started,
+        )
+
+
+class _OnlyState(msgspec.Struct):
+    state: str
+
+
+_STATE = msgspec.json.Decoder(_OnlyState)

@@ -1,0 +1,155 @@
+"""The loop over many runs: what is wrong with one of them is said, and the others are judged on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.daemon.daemon import Daemon, ServeOptions
+from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.daemon_api import Unavailable
+from sentinel.daemon.serving import ServedRun
+from sentinel.store.audit import Audit
+from sentinel.testing import SyntheticRun
+
+from ..support.waiting import wait_for
+
+
+def write_run(directory: Path) -> None:
+    source = SyntheticRun(directory, layers=1, d_model=8, elements=8, micro_steps=1)
+    source.write(3)
+    source.end()
+    directory.chmod(0o700)
+
+
+@contextmanager
+def daemon(directory: Path) -> Iterator[Daemon]:
+    directory.chmod(0o700)
+    one = Daemon(ServeOptions(directory=directory, http=HttpConfig(port=0), drain_s=2.0), {}, io.StringIO())
+    thread = threading.Thread(target=one.run)
+    # Signal handlers belong to the main thread; here nobody sends signals.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sentinel.daemon.daemon.signal.signal", lambda number, handler: None)
+        thread.start()
+        try:
+            yield one
+        finally:
+            one.stop()
+            thread.join(20)
+    assert not thread.is_alive()
+
+
+def judged(one: Daemon) -> dict[str, int | None]:
+    return {run["run"]: run["judged_step"] for run in one.api.runs()}
+
+
+def url(directory: Path) -> str:
+    path = directory / ".daemon" / "http.json"
+    return str(wait_for(lambda: path.exists() and json.loads(path.read_text())["url"]))
+
+
+@pytest.mark.parametrize("name", [b"a\nb", b"not-utf8-\xff", b"red\x1b[31m"])
+def test_a_run_with_an_unprintable_name_is_refused_and_hides_no_other(tmp_path: Path, name: bytes) -> None:
+    write_run(tmp_path / "good")
+    strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    (strange / "spool").mkdir(parents=True)
+
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.api.health()["problems"])
+        for path in ("/", "/metrics", "/api/v1/runs", "/healthz"):
+            with urllib.request.urlopen(url(tmp_path) + path, timeout=10) as answer:
+                body = answer.read().decode()
+        assert list(judged(one)) == ["good"]
+
+    [problem] = json.loads(body)["problems"]
+    assert "expected visible characters in UTF-8" in problem
+    assert problem.isprintable()
+
+
+def test_a_spool_of_ours_that_others_may_write_is_taken_from_them_and_judged(tmp_path: Path) -> None:
+    write_run(tmp_path / "open")
+    (tmp_path / "open" / "spool").chmod(0o777)
+
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("open") == 2)
+
+    assert (tmp_path / "open" / "spool").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_a_spool_of_another_user_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "foreign")
+    os.chown(tmp_path / "foreign" / "spool", 12345, 12345)
+
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.api.health()["problems"])
+        assert list(judged(one)) == ["good"]
+        [problem] = one.api.health()["problems"]
+
+    assert "foreign/spool: expected a directory owned by user" in problem
+
+
+def test_what_breaks_one_run_leaves_the_others_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "bad")
+    write_run(tmp_path / "good")
+    turn = ServedRun.turn
+
+    def stumble(self: ServedRun, now: float) -> bool:
+        if self.name == "bad":
+            raise ValueError("never seen before")
+        return turn(self, now)
+
+    monkeypatch.setattr(ServedRun, "turn", stumble)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.api.health()["problems"])
+        [problem] = one.api.health()["problems"]
+
+    assert "ValueError: never seen before" in problem
+
+
+def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    is_full = True
+
+    def audit(self: Audit, *arguments: Any) -> None:
+        if is_full:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Audit, "add", audit)
+    monkeypatch.setattr("sentinel.daemon.daemon.RETRY_RUN_S", 0.1)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("run") == 2)
+        assert one.api.reload()["outcome"] == "ok"
+        assert "disk is full" in one.api.health()["problems"][0]
+        is_full = False
+        wait_for(lambda: judged(one).get("run") == 2 and not one.api.health()["problems"])
+
+
+def test_an_order_that_no_journal_takes_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    audit, is_full = Audit.add, False
+
+    def may_be_full(self: Audit, *arguments: Any) -> None:
+        if is_full:
+            raise sqlite3.OperationalError("database or disk is full")
+        audit(self, *arguments)
+
+    monkeypatch.setattr(Audit, "add", may_be_full)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("run") == 2)
+        assert one.api.control("run", "enable", {})["command"]["type"] == "EnableMonitoring"
+        is_full = True
+        with pytest.raises(Unavailable, match="nothing can be written: database or disk is full"):
+            one.api.control("run", "enable", {})
+        is_full = False
