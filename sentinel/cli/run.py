@@ -33,6 +33,8 @@ from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths, further_runs
 
 POLL_S = 0.05
+START_S = 10.0
+"""Seconds beside --drain-s in which a daemon that was just started comes up, and one that is done lets go of everything."""
 
 
 @click.command(
@@ -89,7 +91,7 @@ def run(
         raise ConfigError(f'command "{command[0]}": expected a program that we may run, found none')
     run_dir = home / folder_name(name)
     state = Path(state_dir).absolute() if state_dir else run_dir / ".daemon"
-    arguments = [str(run_dir), "--owned", "--listen", listen]
+    arguments = [str(run_dir), "--owned", "--listen", listen, "--drain-s", f"{drain_s:g}"]
     for pack in packs:
         arguments += ["--rules", str(Path(pack).absolute()) if Path(pack).exists() else pack]
     if allow_code:
@@ -120,7 +122,7 @@ def run(
             note = _noted(run_dir, child, began, note, is_used=not problem)
             time.sleep(POLL_S)
         _noted(run_dir, child, began, note, is_used=companion is not None)
-        is_drained = companion is not None and companion.finish(drain_s)
+        is_drained = companion is not None and companion.finish(drain_s + START_S)
         problem = companion.problem if companion is not None else problem
     finally:
         child.close()

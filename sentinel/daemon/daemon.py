@@ -108,7 +108,7 @@ class Daemon:
         self._outside_packages = OutsidePackages()
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; return the exit code."""
+        """Serve until SIGTERM or SIGINT; return the exit code: 1 where a run that is over was not judged to its end."""
         former = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
@@ -117,12 +117,12 @@ class Daemon:
         try:
             self._start()
             self._loop()
-            self._drain()
+            is_complete = self._drain()
         finally:
             self._close()
             for number, handler in former.items():
                 signal.signal(number, handler)
-        return 0
+        return 0 if is_complete else 1
 
     def stop(self) -> None:
         """Have `run` drain and return; may be called from any thread."""
@@ -276,7 +276,9 @@ class Daemon:
 
     # The end.
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Judge and tell what is left; return whether every run that is over was judged to its end."""
+        is_owned, is_complete = self._options.is_owned, True
         self._systemd.stopping()
         self.api.is_stopping = True
         deadline = time.monotonic() + self._options.drain_s
@@ -284,9 +286,14 @@ class Daemon:
             pass
         for name, run in list(self._runs.items()):
             try:
-                run.finish(time.time(), is_over=self._options.is_owned, deadline=deadline)
+                is_done = run.finish(time.time(), is_over=is_owned, deadline=deadline)
             except Exception as error:
                 self._drop(name, _why(run.paths.run_dir, error))
+                continue
+            if not is_done:
+                is_complete = False
+                what = f"run {name} was not judged to its end within {self._options.drain_s:g} s (--drain-s)"
+                log.error("%s; sentinel serve %s judges the rest", what, run.paths.run_dir)
         self._notifier.wake()
         waiting: Sequence[int] = ()
         while time.monotonic() < deadline:
@@ -294,6 +301,7 @@ class Daemon:
             if not waiting or self._notifier.problems():
                 break
             time.sleep(0.01)
+        return is_complete and not (is_owned and self._problems)
 
     def _close(self) -> None:
         if self._http is not None:

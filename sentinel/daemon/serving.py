@@ -112,22 +112,27 @@ class ServedRun:
             self._command(now, is_due=has_moved)
         return has_moved
 
-    def finish(self, now: float, *, is_over: bool, deadline: float) -> None:
-        """Judge what is left before the daemon ends, and leave a snapshot.
+    def finish(self, now: float, *, is_over: bool, deadline: float) -> bool:
+        """Judge what is left before the daemon ends, and leave a snapshot; return whether all of it was judged.
 
-        is_over: the run itself is over, so open steps close with what there is. deadline: on the monotonic clock.
+        is_over: the run itself is over, so open steps close with what there is, and how it ended is decided. deadline: on
+        the monotonic clock; behind it no more than one look is taken, and what is left over waits for the next daemon.
         """
-        stages = self._stages
+        stages, is_done = self._stages, not is_over
         with _trouble_in_words(self.paths.journal):
-            while is_over and time.monotonic() < deadline:
+            while not is_done:
                 has_moved = self._receive(stages.follower.poll(final=True), now)
-                if not self._judge(stages.assembler.close(time.monotonic(), stages.follower.behind)) and not has_moved:
-                    self._judge(stages.assembler.finish(time.monotonic()))
-                    self._judge(stages.watch.finish(time.time()))
+                has_judged = self._judge(stages.assembler.close(time.monotonic(), stages.follower.behind))
+                is_done = not has_judged and not has_moved
+                if not is_done and time.monotonic() >= deadline:
                     break
+            if is_over and is_done:
+                self._judge(stages.assembler.finish(time.monotonic()))
+                self._judge(stages.watch.finish(time.time()))
             self._commits.keep(stages)
             self._files.mend()
             self._files.sync()
+        return is_done
 
     def close(self) -> None:
         """Let go of everything. What was committed stays."""

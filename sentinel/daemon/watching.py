@@ -8,7 +8,7 @@ import msgspec
 
 from sentinel.daemon.command_note import CommandNote
 from sentinel.decision import RankFacts, Tick
-from sentinel.ingest.ends import REPLACED_S, Ends, is_settled, run_end
+from sentinel.ingest.ends import REPLACED_S, Ends, is_settled, left_early, run_end
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.liveness import LivenessTracker
@@ -102,6 +102,7 @@ class RunWatch:
         for number, ranks in self._groups().items():
             if note.code is not None and note.covers(max(one.time for one in ranks)):
                 ranks = tuple(self._ends.by_code(one, incarnations[one.incarnation], note.pid, note.code) for one in ranks)
+                ranks = left_early(ranks, note.code)
             yield from self._ended(number, ranks, now, wall)
 
     def close(self) -> None:

@@ -25,12 +25,15 @@ from sentinel.run_end import (
     CLEAR_S,
     CRASHES,
     EXCEPTION,
+    EXIT,
     FOLLOWS,
     GOODBYE,
+    LEFT_EARLY,
     OUT_OF_MEMORY,
     OWN,
     SIGNAL,
     SILENCE,
+    TOGETHER_S,
     UNEXPLAINED,
     RankEnd,
     RunEnd,
@@ -53,7 +56,7 @@ LEAVE_S = 4.0
 that still unloads its libraries is read as a healthy end; too large: messages about the others are late."""
 SILENT_S, QUIET_S = 30.0, 120.0
 """Seconds without a frame after which a rank that trains, or does something else, is gone where its process is not seen."""
-TOGETHER_S = 2.5
+SILENT_TOGETHER_S = 2.5
 """Ranks that fall silent within so many seconds fell silent together: heartbeats are a second apart."""
 REPLACED_S = 5.0
 """An incarnation is over when a newer attempt trains and it was silent for so long before."""
@@ -246,7 +249,7 @@ class Ends:
                 limit = SILENT_S if one.activity == "train" else QUIET_S
                 silent.append((now - one.received_at, limit))
         num_open = sum(one.end is None for one in ranks)
-        is_over = len(silent) == num_open and all(silence >= limit - TOGETHER_S for silence, limit in silent)
+        is_over = len(silent) == num_open and all(silence >= limit - SILENT_TOGETHER_S for silence, limit in silent)
         if not is_over or not any(silence >= limit for silence, limit in silent):
             return ranks
         reported = []
@@ -283,6 +286,25 @@ class Ends:
         held = f", which held {size(seen.resident_bytes)}" if seen is not None and seen.resident_bytes else ""
         group = f"; its memory group (cgroup) may hold {size(limit)}" if limit is not None else ""
         return f"the kernel killed for want of memory when {where}{held}, went{group}"
+
+
+def left_early(ranks: tuple[RankFacts, ...], code: int) -> tuple[RankFacts, ...]:
+    """Return the facts with the end of a rank that made the command fail, though it said goodbye.
+
+    code: exit code of the command. Of `raise SystemExit(3)` Python tells nobody the code; a launcher that sees it ends the
+    others within a moment, often before they notice that they lost it.
+    """
+    ends = [one.end for one in ranks if one.end is not None]
+    bad = [end for end in ends if end.how != GOODBYE]
+    if code == 0 or not bad or any(end.detail != "SIGTERM" or end.is_asked for end in bad):
+        return ranks
+    sent = min(end.time for end in bad)
+    left = [end for end in ends if end.detail == EXIT and end.how == GOODBYE and abs(sent - end.time) < TOGETHER_S]
+    if not left:
+        return ranks
+    first = min(left, key=lambda end: end.time)
+    named = msgspec.structs.replace(first, how=EXCEPTION, detail=LEFT_EARLY, cause=OWN)
+    return tuple(msgspec.structs.replace(one, end=named) if one.end is first else one for one in ranks)
 
 
 def size(num_bytes: int) -> str:

@@ -217,13 +217,12 @@ class SyntheticRun:
         )
         return rows, end_step
 
-    def end(self, rank: int | None = None, reason: str = "exit") -> None:
-        """Say bye: a rank, or all that live."""
+    def end(self, rank: int | None = None, reason: str = "exit", signal: str = "") -> None:
+        """Say bye: a rank, or all that live. signal: name of the one that ended it, where its handler said so."""
+        said = Bye(reason=reason, step=self.step - 1, signal=signal)
         for one in self._ranks if rank is None else [self._ranks[rank]]:
             if one.spool is not None and not one.is_dead:
-                self._write_message(
-                    one, FrameType.BYE, encode_message(Bye(reason=reason, step=self.step - 1)), self.step - 1, 0
-                )
+                self._write_message(one, FrameType.BYE, encode_message(said), self.step - 1, 0)
                 if one.held is None:
                     one.spool.close()
                     one.is_dead = True

@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from sentinel.cli.status import run_status
 from sentinel.daemon.daemon import Daemon, ServeOptions
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.daemon_api import Unavailable
 from sentinel.daemon.serving import ServedRun
+from sentinel.ingest import follow
 from sentinel.store.audit import Audit
 from sentinel.testing import SyntheticRun
 
@@ -116,6 +119,30 @@ def test_what_breaks_one_run_leaves_the_others_judged(tmp_path: Path, monkeypatc
         [problem] = one.api.health()["problems"]
 
     assert "ValueError: never seen before" in problem
+
+
+@pytest.mark.parametrize(("drain_s", "code"), [(0.0, 1), (60.0, 0)])
+def test_a_run_that_is_not_judged_to_its_end_is_said_and_judged_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, drain_s: float, code: int
+) -> None:
+    monkeypatch.setattr(follow, "POLL_BYTES", 2**14)
+    monkeypatch.setattr(follow, "MIN_WINDOW_BYTES", 2**13)
+    monkeypatch.setattr(follow, "WINDOW_BYTES", 2**13)
+    source = SyntheticRun(tmp_path, layers=1, d_model=8, elements=8, micro_steps=1, dp=4)
+    source.write(200)
+    source.end()
+    tmp_path.chmod(0o700)
+    options = ServeOptions(directory=tmp_path, is_owned=True, drain_s=drain_s)
+    ended = Daemon(options, {}, io.StringIO())
+    ended.stop()
+
+    assert ended.run() == code
+    assert ("was not judged to its end within 0 s (--drain-s); sentinel serve" in caplog.text) == bool(code)
+    again = Daemon(msgspec.structs.replace(options, drain_s=60.0), {}, io.StringIO())
+    again.stop()
+    assert again.run() == 0
+    assert run_status(tmp_path)["ended"]["how"] == "goodbye"
+    assert run_status(tmp_path)["num_steps"] == 200
 
 
 def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.status import run_status
 from sentinel.daemon import serving
+from sentinel.daemon.command_note import CommandNote, write_note
 from sentinel.daemon.serving import ServedRun
 from sentinel.decision import TICK
 from sentinel.incident import Incident
@@ -81,9 +82,9 @@ class Watched:
             abandon(self.daemon)
         self.daemon = served(self.directory, EVERY_STEP)
 
-    def stop(self) -> None:
+    def stop(self, *, is_over: bool = False) -> None:
         assert self.daemon is not None
-        self.daemon.finish(self.clock.time(), is_over=False, deadline=float("inf"))
+        assert self.daemon.finish(self.clock.time(), is_over=is_over, deadline=float("inf"))
         self.daemon.close()
         self.daemon = None
 
@@ -254,6 +255,22 @@ def test_a_rank_that_raised_is_named_and_not_those_it_left(watched: Callable[...
     assert run.incidents[-1].state == "ended"
     run.stop()
     run.assert_replays(tmp_path / "again")
+
+
+@pytest.mark.parametrize(("code", "onsets"), [(1, [("run-ended", 3)]), (0, [("run-ended", None)])])
+def test_who_made_the_command_fail_is_named_though_it_said_goodbye(
+    watched: Callable[..., Watched], code: int, onsets: list[tuple[str, int | None]]
+) -> None:
+    run = watched()
+    began = run.clock.time()
+    run.train(20)
+    run.source.end(3)
+    for rank in range(3):
+        run.source.end(rank, reason="exception", signal="SIGTERM")
+    write_note(run.directory, CommandNote(pid=1, began=began, ended=run.clock.time() + 1, code=code))
+    run.stop(is_over=True)
+
+    assert [(one.rule, one.rank) for one in run.found] == onsets
 
 
 def test_what_others_do_in_a_hang_is_no_news_and_ends_with_the_run(watched: Callable[..., Watched]) -> None:

@@ -46,7 +46,9 @@ def live(folder: Path, mode: str, *, fail_on: str = "", **options: Any) -> subpr
     folder.chmod(0o700)
     said = ["--fail-on", fail_on] if fail_on else []
     watched = [*cli(), "run", "--dir", str(folder), "--name", "run", *said, "--", *command(mode, **options)]
-    return subprocess.run(watched, env=environment(folder), capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(watched, env=environment(folder), capture_output=True, text=True, timeout=150, check=False)
+    print(done.stdout, done.stderr)  # shown where the test fails
+    return done
 
 
 def later(folder: Path, mode: str, **options: Any) -> None:

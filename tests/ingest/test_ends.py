@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sentinel.decision import RankFacts
-from sentinel.ingest.ends import Ends, run_end
+from sentinel.ingest.ends import Ends, left_early, run_end
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.memory_kills import MemoryKills
 from sentinel.ingest.processes import GONE, RUNNING, STOPPED, UNSEEN, ProcessTable, Seen, status_words
@@ -94,6 +94,32 @@ def test_who_left_after_the_others_lost_somebody_is_not_blamed() -> None:
     assert first_to_go({0: lost(9.5), 1: end(GOODBYE, 10.0, detail="exit")})[0] == 0
 
 
+def facts_of(ends: list[RankEnd]) -> tuple[RankFacts, ...]:
+    return tuple(
+        RankFacts(rank=rank, incarnation=bytes([rank]), received_at=0.0, moved_at=0.0, end=one)
+        for rank, one in enumerate(ends)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "first"),
+    [
+        ([terminated(10.1), end(GOODBYE, 10.0, detail="exit")], 1, 1),
+        ([terminated(10.1), end(GOODBYE, 10.0, detail="exit")], 0, None),
+        ([end(SIGNAL, 10.1, FOLLOWS, "SIGTERM", is_asked=True), end(GOODBYE, 10.0, detail="exit")], 143, None),
+        ([terminated(20.0), end(GOODBYE, 10.0, detail="exit")], 1, None),
+        ([terminated(10.0), end(GOODBYE, 12.0, detail="exit")], 1, None),
+        ([terminated(10.1), end(GOODBYE, 10.0, detail="detached")], 1, None),
+    ],
+)
+def test_who_left_as_the_command_failed_is_the_first_where_the_others_had_no_time_to_notice(
+    ends: list[RankEnd], code: int, first: int | None
+) -> None:
+    named = {one.rank: one.end for one in left_early(facts_of(ends), code) if one.end is not None}
+
+    assert first_to_go(named)[0] == first
+
+
 def handled(time: float) -> RankEnd:
     return end(GOODBYE, time, detail="SIGTERM")
 
@@ -123,11 +149,7 @@ def test_ranks_that_lose_one_whose_handler_of_sigterm_left_in_order_were_asked_t
     ],
 )
 def test_how_a_run_ended_that_nobody_ended_first(ends: list[RankEnd], expected: tuple[Any, ...]) -> None:
-    ranks = [
-        RankFacts(rank=rank, incarnation=bytes([rank]), received_at=0.0, moved_at=0.0, end=one)
-        for rank, one in enumerate(ends)
-    ]
-    found = run_end(ranks, 20.0)
+    found = run_end(facts_of(ends), 20.0)
 
     assert found is not None
     assert (found.how, found.rank, found.detail, found.is_asked) == expected
