@@ -95,7 +95,7 @@ class ClosedFiles(Protocol):
         """Return what is to be said in the spool of files that were rewritten, as of a step; None: nothing is."""
         ...
 
-    def mark_reported(self) -> None:
+    def mark_reported(self, news: Health) -> None:
         """Take note that the news were written."""
         ...
 
@@ -352,7 +352,7 @@ class SpoolWriter:
         if self._closed is not None and (news := self._closed.news(self._step)) is not None:
             if not self._report(news):
                 return
-            self._closed.mark_reported()
+            self._closed.mark_reported(news)
         if self._unreported_unlinked:
             text = f"rank {self.rank}: somebody deleted the spool file that was being written; going on in a new one"
             self._unreported_unlinked = not self._report(Health(code="spool_deleted", message=text, step=self._step))

@@ -62,9 +62,9 @@ class SpoolCap:
         )
         return Health(code="spool_full", message=text, count=self._num_unreported, step=step)
 
-    def mark_reported(self) -> None:
-        """Take note that the news were written."""
-        self._num_unreported = 0
+    def mark_reported(self, news: Health) -> None:
+        """Take note that these news were written; what was thinned to write them is in the next."""
+        self._num_unreported -= news.count
 
     def _thin(self, file_bytes: int) -> bool:
         """Keep less of the oldest among the files of which most is kept; False: nothing more can be left out."""

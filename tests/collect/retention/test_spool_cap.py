@@ -49,6 +49,24 @@ def test_past_its_cap_the_spool_keeps_less_of_the_oldest(tmp_path: Path, caplog:
     assert "finite rows" in line and "sentinel serve" in line
 
 
+def test_what_is_thinned_to_write_the_news_is_in_the_next(tmp_path: Path) -> None:
+    cap, out = capped(tmp_path / "r", max_bytes=4000, file_bytes=1000)
+    for _ in range(20):
+        out.append(FrameType.VECTOR, b"x" * 100)
+    cap.make_room(3000)
+    news = cap.news(0)
+    cap.make_room(4000)
+    now = cap.news(0)
+    assert news is not None and now is not None
+
+    cap.mark_reported(news)
+
+    left = cap.news(0)
+    assert left is not None and left.count == now.count - news.count > 0
+    cap.mark_reported(left)
+    assert cap.news(0) is None
+
+
 def test_what_the_daemon_committed_goes_without_a_word(tmp_path: Path) -> None:
     cap, out = capped(tmp_path / "r", max_bytes=4000, file_bytes=1000)
     for _ in range(60):
