@@ -15,7 +15,7 @@ DEFECTS: dict[int, tuple[str, str, str]] = {
     4: ("inf unseen without a threshold", "rules/test_engine.py", "test_infinities_fire_without_a_threshold"),
     5: (
         "false records on a healthy run", "end_to_end/test_runs.py",
-        "test_nobody_is_paged_in_500_healthy_steps_and_a_fault_after_them_is_found",
+        "test_nobody_is_paged_in_many_healthy_steps_and_a_fault_after_them_is_found",
     ),
     6: ("None outputs recorded as NaN", "collect/test_hooks.py", "test_nested_outputs_and_none"),
     7: ("the planted origin at place 436", "order/test_causal.py", "test_first_cause_under_global_clipping"),

@@ -34,7 +34,8 @@ assert DEVICE != "cpu" or os.environ.get("TRITON_INTERPRET") == "1", "run throug
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 EVERY_FLOAT = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-FLOATS = EVERY_FLOAT if os.environ.get("TRITON_CASES") == "all" else [torch.float32]
+IS_ALL = os.environ.get("TRITON_CASES") == "all"
+FLOATS = EVERY_FLOAT if IS_ALL else [torch.float32]
 COUNTS = ("count", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero", "min", "max")
 
 
@@ -111,7 +112,7 @@ def drawn(seed: int, size: int, dtype: torch.dtype = torch.float64) -> torch.Ten
 # -- accuracy --
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64] if IS_ALL else [torch.float32])
 @pytest.mark.parametrize("mean_over_std", [0.0, 10.0, 100.0, 1e3, 1e4])
 def test_kurtosis_within_1e_5_of_two_passes(mean_over_std, dtype):
     x = (drawn(1, 20_480) + mean_over_std).to(dtype)
@@ -134,7 +135,7 @@ def test_every_size(dtype):
     assert_measures(*(drawn(size, size, dtype) * 2 + 1 for size in (0, 1, 2, 7, 8, 9, 1023, 4096, 8193)))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8 if IS_ALL else 3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32), size=st.one_of(st.integers(0, 50), st.integers(0, 9_000)),
     dtype=st.sampled_from(FLOATS), scale=st.integers(-30, 30), mean_over_std=st.sampled_from([0.0, 10.0, 1e4]),
@@ -239,7 +240,7 @@ def test_doubles_past_what_fourth_powers_hold():
     assert stats["m2"] > 0 and np.isfinite(stats["mean"])
 
 
-@pytest.mark.parametrize("zero_eps", [0.0, 0.1, float("inf")])
+@pytest.mark.parametrize("zero_eps", [0.0, 0.1, float("inf")] if IS_ALL else [0.1])
 def test_zero_eps(zero_eps):
     assert_measures(torch.linspace(-0.2, 0.2, 4001), torch.tensor([0.1, -0.1]).bfloat16(), zero_eps=zero_eps)
     assert_measures(torch.linspace(-0.2, 0.2, 4096), torch.linspace(-0.2, 0.2, 2048).double(), zero_eps=zero_eps)

@@ -125,7 +125,7 @@ def reported(flagged):
     return len(rows[:1]) + int((np.diff(rows) > 256).sum())
 
 
-@pytest.mark.parametrize("n", [14_000, pytest.param(56_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [8_000, pytest.param(56_000, marks=pytest.mark.long)])
 def test_what_a_long_run_has_always_done_is_no_drift(n, rng, monkeypatch):
     """Ordinary wander, epochs, waves: told once at most."""
     t, noise = np.arange(n), 0.02 * rng.standard_normal((n, 7))
@@ -149,9 +149,10 @@ def test_what_a_long_run_has_always_done_is_no_drift(n, rng, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_slow_rise_is_one_message(rng):
+@pytest.mark.parametrize("longest", [3000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_one_slow_rise_is_one_message(longest, rng):
     """However long it climbs, on points that scatter and a level that wanders; where it stays, it settles once."""
-    n, begins, rows, wander = 16_000, 3000, np.array([1000, 3000, 10_000] * 2), [0.0] * 3 + [0.015] * 3
+    n, begins, rows, wander = longest + 6000, 3000, np.array([1000, 3000, longest] * 2), [0.0] * 3 + [0.015] * 3
     t = np.arange(n)[:, None]
     z = np.stack([one * autoregressive(rng, n, 0.995) for one in wander], axis=1) + 0.02 * rng.standard_normal(
         (n, len(rows))

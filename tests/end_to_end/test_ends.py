@@ -89,7 +89,7 @@ CODES = {"kill": 128 + signal.SIGKILL, "crash": 128 + signal.SIGSEGV, "exit": 3,
     ("launcher", "mode"),
     [
         *[("forked", mode) for mode in CASES],
-        *[pytest.param("torchrun", mode, marks=() if mode in ("kill", "raise") else pytest.mark.long) for mode in CASES],
+        *[pytest.param("torchrun", mode, marks=() if mode == "kill" else pytest.mark.long) for mode in CASES],
     ],
 )
 def test_the_first_rank_to_go_is_told_once_and_the_run_is_over(tmp_path: Path, launcher: str, mode: str) -> None:

@@ -17,8 +17,8 @@ from kill9 import campaign
 @pytest.mark.parametrize(
     ("is_live", "num_kills"),
     [
-        pytest.param(False, 8, id="recorded"),
-        pytest.param(True, 8, id="while a writer writes"),
+        pytest.param(False, 5, id="recorded"),
+        pytest.param(True, 5, id="while a writer writes"),
         pytest.param(False, 28, id="recorded, long", marks=pytest.mark.long),
         pytest.param(True, 22, id="while a writer writes, long", marks=pytest.mark.long),
     ],

@@ -112,8 +112,9 @@ def await_judged(run_dir: Path, num_steps: int, timeout_s: float = 60.0) -> None
     raise AssertionError(f"{num_steps} steps were not judged within {timeout_s:g} s")
 
 
-def test_nobody_is_paged_in_500_healthy_steps_and_a_fault_after_them_is_found(tmp_path: Path) -> None:
-    healthy, num_steps = 500, 505
+@pytest.mark.parametrize("healthy", [200, pytest.param(500, marks=pytest.mark.long)])
+def test_nobody_is_paged_in_many_healthy_steps_and_a_fault_after_them_is_found(tmp_path: Path, healthy: int) -> None:
+    num_steps = healthy + 5
     fault = {"module": "blocks.2.attn.proj", "micro_step": 1, "steps": [healthy + 1]}
 
     run = train_example(

@@ -72,7 +72,9 @@ def twice(view: ClosedStep) -> list[tuple[str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "fsdp2, compiled blocks" else ()) for name in BUILDS]
+)
 def test_series_of_the_black_box_go_on_while_modules_are_measured(name: str, tmp_path: Path) -> None:
     build, world = BUILDS[name]
 

@@ -77,7 +77,7 @@ def test_rows_judged_and_rows_told_lost_are_the_rows_sent_and_every_step_is_ther
     assert followed.problems == [] and followed.follower.num_corrupt == followed.follower.num_torn == 0
 
 
-@pytest.mark.parametrize("max_kib", [128, 256, 512])
+@pytest.mark.parametrize("max_kib", [128, 256, pytest.param(512, marks=pytest.mark.long)])
 def test_a_nan_survives_any_cap(tmp_path: Path, max_kib: int) -> None:
     run = small(tmp_path, max_kib=max_kib).plant(Nan(step=30, module=BAD))
     whole = SyntheticRun(tmp_path / "whole", layers=2, d_model=16, elements=4).plant(Nan(step=30, module=BAD))
