@@ -83,8 +83,8 @@ class StepCommits:
             self._write(self._commit, stages, with_snapshot=self._snapshots.is_due(time.monotonic()))
 
     def keep(self, stages: RunStages) -> None:
-        """Have a snapshot of the newest state, whatever is due."""
-        if self.seq > self._snapshots.seq:
+        """Have a snapshot of the newest state, whatever is due; none of one that is older than what was judged before."""
+        if self.seq > self._snapshots.seq and self.seq >= self.judged:
             self._write(Commit(judged=self.seq), stages, with_snapshot=True)
 
     def _write(self, commit: Commit, stages: RunStages, *, with_snapshot: bool) -> None:

@@ -22,6 +22,7 @@ from sentinel.daemon.snapshots import Acknowledgement
 from sentinel.decision import Decision
 from sentinel.errors import StoreError
 from sentinel.incident import Incident
+from sentinel.ingest import follow
 from sentinel.judge.config import JudgingConfig
 from sentinel.judge.judge import Judge
 from sentinel.judge.replay import replay
@@ -170,6 +171,40 @@ def test_a_kill_at_every_point_changes_nothing(
     assert result_bytes(tmp_path / "killed" / "run") == result_bytes(tmp_path / "golden" / "run")
     assert result_bytes(tmp_path / "golden" / "run")[0]
     assert queued(tmp_path / "killed" / "run") == queued(tmp_path / "golden" / "run")
+
+
+def test_an_end_while_decisions_are_judged_again_forgets_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = planted_run(tmp_path / "golden" / "run")
+    source.write(50)
+    source.end()
+    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "other" / "run")
+    judge_run(tmp_path / "golden" / "run", EVERY_STEP)
+    late = msgspec.structs.replace(EVERY_STEP, judging=JudgingConfig(snapshot_interval_s=3600.0))
+    monkeypatch.setattr(commits, "STEPS_PER_COMMIT", 4)
+    killed = served(tmp_path / "other" / "run", late)
+    catch_up(killed)
+    judged = killed.journal.judged
+    abandon(killed)
+    assert judged >= 50
+
+    with monkeypatch.context() as patch:
+        for name in ("WINDOW_BYTES", "MIN_WINDOW_BYTES", "POLL_BYTES"):
+            patch.setattr(follow, name, 4096)
+        again = served(tmp_path / "other" / "run", late)
+        for _ in range(3):
+            again.turn(NOW)
+        assert again._stages.assembler.is_replaying
+        assert again.finish(NOW, is_over=False, deadline=float("inf"))
+        again.close()
+
+    journal = Journal(RunPaths.of(tmp_path / "other" / "run").journal, read_only=True)
+    assert journal.judged == judged
+    journal.close()
+    judge_run(tmp_path / "other" / "run", EVERY_STEP)
+    assert result_bytes(tmp_path / "other" / "run") == result_bytes(tmp_path / "golden" / "run")
+    assert queued(tmp_path / "other" / "run") == queued(tmp_path / "golden" / "run")
 
 
 @pytest.mark.parametrize("num_bytes", [1, 10, 500])
