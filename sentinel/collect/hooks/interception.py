@@ -4,6 +4,7 @@ afterwards."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -16,6 +17,21 @@ _INHERITED = object()
 """Marks an attribute that the owner inherits: it is deleted, not restored."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Replacement:
+    """One attribute that stands replaced."""
+
+    owner: Any
+    name: str
+    original: Any
+    """What stood there, as it was stored; `_INHERITED`: nothing did."""
+    ours: Any
+
+
+_IN_FORCE: list[_Replacement] = []
+"""Of all interceptions, in the order in which they were made: where two replace one attribute, the later is on top."""
+
+
 class Interception(Generic[User]):
     """One set of replacements, shared by all monitors of the process; the replacements call each of `users`."""
 
@@ -24,12 +40,12 @@ class Interception(Generic[User]):
         self.users: WeakList[User] = WeakList(self._restore)
         """The users that are called, held weakly."""
         self._replace_all = replace_all
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[_Replacement] = []
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the attributes replaced now."""
-        return frozenset(name for _, name, _, _ in self._replaced)
+        return frozenset(one.name for one in self._replaced)
 
     def join(self, user: User) -> None:
         """Call `user` from now on."""
@@ -44,13 +60,17 @@ class Interception(Generic[User]):
 
     def _restore(self) -> None:
         while self._replaced:
-            owner, name, original, ours = self._replaced.pop()
-            if getattr(owner, name, None) is not ours:
-                continue
-            if original is _INHERITED:
-                delattr(owner, name)
+            gone = self._replaced.pop()
+            _IN_FORCE.remove(gone)
+            if getattr(gone.owner, gone.name, None) is not gone.ours:
+                # Another interception came on top of it, and puts back in its own time what stood here before.
+                for above in _IN_FORCE:
+                    if above.owner is gone.owner and above.original is gone.ours:
+                        above.original = gone.original
+            elif gone.original is _INHERITED:
+                delattr(gone.owner, gone.name)
             else:
-                setattr(owner, name, original)
+                setattr(gone.owner, gone.name, gone.original)
 
     def replace_everywhere(self, name: str, original: Any, ours: Any) -> None:
         """Put `ours` in the place of a function in every module that has imported it under this name."""
@@ -62,8 +82,10 @@ class Interception(Generic[User]):
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Put `ours` in the place of an attribute of a module or class."""
         # As it is stored: looked up, a method of a C++ class is a function that no longer takes its object.
-        self._replaced.append((owner, name, vars(owner).get(name, _INHERITED), ours))
+        replacement = _Replacement(owner, name, vars(owner).get(name, _INHERITED), ours)
         setattr(owner, name, ours)
+        self._replaced.append(replacement)
+        _IN_FORCE.append(replacement)
 
 
 def _have_the_compiler_look_up_torch() -> None:
