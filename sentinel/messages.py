@@ -170,10 +170,12 @@ class EndStep(msgspec.Struct, frozen=True, kw_only=True):
     num_folded_rows: Count = 0
     """Rows that were folded into others, since the step had more than `max_rows`."""
     step_time_s: Seconds = 0.0
+    """From the step's first forward to its end: of the host; of an accelerator's stream where `wait_s` is known there."""
     due: dict[Word, Count] = {}
     """Kind to the number of tensors that this step was due to measure, with which its rows are compared."""
     wait_s: Seconds = -1.0
-    """Seconds of step_time_s in which the host waited for other ranks in collectives; below 0: not known."""
+    """Seconds of step_time_s in which the host, or the accelerator's stream that trains, waited for other ranks in
+    collectives; below 0: not known."""
     activities: Annotated[tuple[Word, ...], Meta(max_length=1024)] = ()
     """Activities other than train that the trainer set since the last end_step: step_time_s includes their time."""
     samples: Annotated[tuple[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Name, ...], Meta(max_length=2**20)] = ()

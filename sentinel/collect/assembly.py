@@ -29,8 +29,8 @@ from sentinel.collect.monitor import Monitor
 from sentinel.collect.parallel.locator import Locator
 from sentinel.collect.parallel.pipelining import PipelineWatch
 from sentinel.collect.parallel.rank_place import RankPlace
+from sentinel.collect.parallel.stream_waiting import wait_clock
 from sentinel.collect.parallel.topology import Topology
-from sentinel.collect.parallel.waiting import WaitClock
 from sentinel.collect.probes import PROBES, Events, ProbeContext
 from sentinel.collect.probes.outside import made, outside_probes
 from sentinel.collect.rows.live_statistics import LiveStatistics
@@ -100,7 +100,7 @@ def assemble(
     )
 
     # The step that runs, and what is watched in it.
-    waits, memory = WaitClock(is_blind=device.type != "cpu"), MemoryUse(device)
+    waits, memory = wait_clock(device, guard), MemoryUse(device)
     loss_scale = LossScale(lambda: gradients.rewritten(), guard)
     running = RunningStep(
         recorder, scalars, loss_scale, waits, memory, plan,

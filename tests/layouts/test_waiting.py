@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from sentinel.collect import assembly
+from sentinel.collect.parallel.stream_waiting import StreamWaits
+from sentinel.rules.engine import Engine
+from sentinel.rules.language.loader import load_pack
+
+from ..collect.accelerator import Event, Runtime, Stream
 from ..support.closed_steps import closed_steps
 from .builds import ddp, fsdp2, pipeline, tp
 from .layout import Trainer, train_ranks
@@ -36,10 +42,32 @@ def with_straggler(build: Any) -> Trainer:
     return trainer
 
 
+class PromptEvent(Event):
+    """Of a stream that does everything at once, and whose clock is the host's."""
+
+    def record(self, stream: Stream) -> None:
+        self.reached_s = time.perf_counter()
+
+
+class PromptRuntime(Runtime):
+    def timed_event(self) -> Event:
+        return PromptEvent(self, enable_timing=True)
+
+
+def on_a_stream(build: Any) -> Trainer:
+    """What the build gives, whose waits are timed as those of an accelerator are."""
+    assembly.wait_clock = lambda device, guard: StreamWaits(PromptRuntime(), guard)  # type: ignore[arg-type]
+    trainer: Trainer = build()
+    return trainer
+
+
 GPIPE = partial(pipeline, "ScheduleGPipe", micro=2)
 
 
-@pytest.mark.parametrize(("build", "world"), [(ddp, 3), (fsdp2, 3), (GPIPE, 2), (tp, 2)])
+LAYOUTS = [(ddp, 3), (fsdp2, 3), (GPIPE, 2), (tp, 2)]
+
+
+@pytest.mark.parametrize(("build", "world"), [*LAYOUTS, *((partial(on_a_stream, build), world) for build, world in LAYOUTS)])
 def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
     train_ranks(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
 
@@ -54,3 +82,14 @@ def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path
         for rank, end in ends.items():
             if rank != SLOW:
                 assert end.wait_s > 0.5 * SLEEP_S, (view.step, rank, end)
+
+
+def test_the_default_rules_name_the_rank_for_which_streams_wait(tmp_path: Path) -> None:
+    build = partial(with_straggler, partial(on_a_stream, ddp))
+    train_ranks(tmp_path, build, 3, config={"kinds": ["param"]}, num_steps=10)
+    engine = Engine(load_pack())
+
+    found = [one for view in closed_steps(tmp_path / "run") for one in engine.judge(view) if one.rule == "slow-rank"]
+
+    assert [(one.rank, one.event) for one in found] == [(SLOW, "onset")]
+    assert found[0].value > 0.9 * SLEEP_S

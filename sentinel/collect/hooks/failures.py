@@ -26,6 +26,7 @@ _LOST = {
     "topology": "this rank is taken to stand where it stood before",
     "log": "this value was not logged",
     "noticed": "this value was not logged",
+    "waits": "how long this rank waits for others is not known from here on",
     "comm": "rows of this call of torch.distributed are missing",
 }
 """Site that is no module and no probe -> what is not measured because of an exception there."""

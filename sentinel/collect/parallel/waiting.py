@@ -1,7 +1,8 @@
-"""How long this rank waits for others: host time inside collectives, from which the daemon finds the rank that is last.
+"""How long this rank waits for others inside collectives, from which the daemon finds the rank that is last.
 
-In a synchronous group all steps are equally long; the slow rank is the one that does not wait. Only host time is seen, so
-on an accelerator, where collectives wait on the device, nothing is reported.
+In a synchronous group all steps are equally long; the slow rank is the one that does not wait. Here is what is common to all
+devices, and host time, which is what is waited where a model lies on the CPU; `stream_waiting` has accelerators, where the
+stream waits and the host goes on.
 """
 
 from __future__ import annotations
@@ -38,34 +39,71 @@ class WaitWatcher(Protocol):
         """
 
 
-class WaitClock:
-    """Seconds that the training thread spent waiting in collectives since the step began."""
+Reading = Callable[[], tuple[float, float] | None]
+"""Returns seconds of a step and of the waits in it, as the device has them, once the step is over; None: not known."""
 
-    def __init__(self, *, is_blind: bool) -> None:
-        """is_blind: the model lies on an accelerator, where the host does not wait and nothing is measured."""
-        self._is_blind = is_blind
+
+class WaitClock(Protocol):
+    """Measures how long this rank waits for others, step by step. Its methods do not raise and do not wait."""
+
+    num_waits: int
+    """Waits that are over; it only grows. 0 where the host does not wait."""
+
+    @property
+    def is_waiting(self) -> int:
+        """1 while the training thread waits for others, 0 while it does not; -1: not known. Asked by the writer thread."""
+
+    def install(self) -> None:
+        """Begin to watch waits for collectives of torch.distributed."""
+
+    def remove(self) -> None:
+        """Undo `install`."""
+
+    def begin_step(self) -> None:
+        """Called by the training thread when the step's first forward begins."""
+
+    def begin_backward_end(self) -> None:
+        """Called when this rank's own part of a backward is done: the time from now on waits for the reductions (DDP,
+        FSDP)."""
+
+    def end_backward_end(self) -> None:
+        """Called when the reductions of a backward are done."""
+
+    def take(self) -> tuple[float, Reading | None]:
+        """Return the seconds waited in the step that ends, and begin anew; -1.0: not known, or not yet: then the writer
+        thread asks the reading that comes with it.
+
+        Called by the training thread.
+        """
+
+
+class HostWaits:
+    """Seconds that the training thread spent waiting in collectives since the step began, as `WaitClock`."""
+
+    def __init__(self) -> None:
         self._seconds = 0.0
         self._thread = threading.get_ident()
         self._since = 0.0
         self._is_inside = False
         self.num_waits = 0
-        """Waits that are over; it only grows."""
 
     @property
     def is_waiting(self) -> int:
         """1 while the training thread waits for others, 0 while it does not; -1: not known. Asked by the writer thread."""
-        if self._is_blind or not WORKS.is_active:
+        if not WORKS.is_active:
             return -1
         return int(self._is_inside or self._since > 0.0)
 
     def install(self) -> None:
         """Watch every wait for a collective of torch.distributed."""
-        if not self._is_blind:
-            WORKS.join(self)
+        WORKS.join(self)
 
     def remove(self) -> None:
         """Undo `install`."""
         WORKS.leave(self)
+
+    def begin_step(self) -> None:
+        """Do nothing: a step's waits are counted from the end of the one before."""
 
     def begin_backward_end(self) -> None:
         """Called when this rank's own part of a backward is done: the time from now on waits for the reductions (DDP,
@@ -99,15 +137,14 @@ class WaitClock:
     def done(self, work: Any, seconds: float) -> None:
         """Do nothing: it does not matter which Work was waited for."""
 
-    def take(self) -> float:
+    def take(self) -> tuple[float, None]:
         """Return the seconds waited in the step that ends, and begin anew; -1.0: not known.
 
         Called by the training thread.
         """
         self._thread = threading.get_ident()
         seconds, self._seconds = self._seconds, 0.0
-        is_known = not self._is_blind and WORKS.is_active
-        return seconds if is_known else -1.0
+        return (seconds if WORKS.is_active else -1.0), None
 
 
 class Works(Interception[WaitWatcher]):

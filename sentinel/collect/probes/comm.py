@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from sentinel.collect.hooks.chunk import Chunk
+from sentinel.collect.parallel.collectives import OBJECT_OPS, Form, argument, calls, tensors_of
 from sentinel.collect.parallel.waiting import WORKS
 from sentinel.collect.probes.call_sites import CallSites
-from sentinel.collect.probes.collectives import OBJECT_OPS, Form, argument, calls, tensors_of
 from sentinel.collect.probes.comm_results import CommResults
 from sentinel.collect.probes.comm_rows import CommRows
 from sentinel.collect.probes.comm_sites import CommCall, CommSites, ranks_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from sentinel.collect.parallel.collectives import tensors_of
 from sentinel.collect.parallel.placements import is_async, local_of
-from sentinel.collect.probes.collectives import tensors_of
 from sentinel.collect.probes.comm_rows import CommRows
 from sentinel.collect.probes.comm_sites import CommCall
 from sentinel.collect.probes.context import ProbeContext

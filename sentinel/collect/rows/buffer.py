@@ -14,7 +14,6 @@ which only a part has arrived is not taken for a row, and to forget a step is to
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from sentinel import native
+from sentinel.collect.accelerator import Accelerator
 from sentinel.kinds import BACKWARD_KINDS, GRADIENT_KINDS
 from sentinel.record import NONE_ID, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET, Flag, Kind
 
@@ -200,38 +200,6 @@ class StepRows:
         self.grad_scale, self.dgrad_divisor, self.dgrad_scaling, self.is_read_early = 1.0, 1.0, 1.0, False
         for device in self._devices.values():
             device.reset()
-
-
-class Accelerator:
-    """The few calls that rows need of a device's runtime."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module = torch.get_device_module(device)
-        self.raw_stream: Callable[[], int] = self._stream_id
-        """Returns a number that tells the current streams apart: on CUDA their handle, in a tenth of a microsecond."""
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self.raw_stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
-
-    def _stream_id(self) -> int:
-        return int(self.current_stream().stream_id)
-
-    def current_stream(self) -> Any:
-        """Return the current stream of the device."""
-        return self._module.current_stream(self.device)
-
-    def event(self) -> Any:
-        """Return an event; who waits for it sleeps, where the device can do that, and spins on no core."""
-        return self._module.Event(blocking=True) if self.device.type == "cuda" else self._module.Event()
-
-    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return int64 zeros in pinned memory, which the device addresses as the host does."""
-        return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=True)
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros on the device, filled on its current stream."""
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
 class DeviceStats:

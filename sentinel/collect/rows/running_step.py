@@ -104,6 +104,7 @@ class RunningStep:
         self.is_begun, self.activity, self.thread_id = True, "train", threading.get_ident()
         CELLS.note_step(self)
         self._began_at = time.perf_counter()
+        self._waits.begin_step()
 
     def count(self, due: dict[str, int]) -> None:
         """Take note of tensors measured: kind to number."""
@@ -157,6 +158,7 @@ class RunningStep:
             self._scalars.note_default("loss_scale", scale)
         scalars = self._scalars.take()
         samples, num_samples_cut = self._scalars.samples.take()
+        wait_s, reading = self._waits.take()
         end = EndStep(
             step=step,
             num_rows=rows.num_rows,
@@ -167,7 +169,7 @@ class RunningStep:
             num_folded_rows=recording.num_folded,
             step_time_s=time.perf_counter() - self._began_at,
             due=self.due,
-            wait_s=self._waits.take(),
+            wait_s=wait_s,
             activities=tuple(self._activities),
             samples=samples,
             num_samples_cut=num_samples_cut,
@@ -181,6 +183,7 @@ class RunningStep:
             prepare=resolver(scalars, self._memory), vectors=vectors.finish if len(vectors) else None,
             vector_bytes=vectors.num_bytes, health=recording.take_health(),
             was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
+            stream_times=reading,
         )  # fmt: skip
         if full is None:
             batch.num_dropped = end.num_rows

@@ -46,6 +46,9 @@ class StepBatch:
     """Bytes that `vectors` keeps alive."""
     was_skipped: SupportsFloat | None = None
     """Not 0: the trainer skipped this step; read after `complete`, for only the device knew when the step ended."""
+    stream_times: Callable[[], tuple[float, float] | None] | None = None
+    """Called in the writer thread after `complete`: seconds of the step, and of its waits for other ranks, on the stream of
+    an accelerator that trains; None: not known. They take the place of the host's."""
     num_cut: int = 0
     """Rows of this step, all finite, that were cut for want of room."""
     num_dropped: int = 0

@@ -59,6 +59,7 @@ class StepWriter:
                 batch.complete()
             end = _with_scalars(batch, end)
             end = _with_skip(batch, end)
+            end = _with_stream_times(batch, end)
             batch.fold()
             num_sent, lost_to = batch.num_rows, "disk"
             if end is not None and self._write_whole(batch, end):
@@ -117,3 +118,12 @@ def _with_skip(batch: StepBatch, end: EndStep | None) -> EndStep | None:
         return end
     batch.rows["flags"][: batch.num_rows] |= np.uint16(Flag.SKIPPED)
     return msgspec.structs.replace(end, is_skipped=True)
+
+
+def _with_stream_times(batch: StepBatch, end: EndStep | None) -> EndStep | None:
+    """Return the end of a step with the times of the stream that trains, where they are known by now."""
+    times = batch.stream_times() if batch.stream_times is not None else None
+    if end is None or times is None:
+        return end
+    step_s, wait_s = times
+    return msgspec.structs.replace(end, step_time_s=step_s, wait_s=wait_s)

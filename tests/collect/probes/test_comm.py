@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 
-from sentinel.collect.probes.collectives import METHODS, calls
+from sentinel.collect.parallel.collectives import METHODS, calls
 from sentinel.messages import Descriptor, Health, TensorInfo, Vectors
 from sentinel.record import NONE_ID
 

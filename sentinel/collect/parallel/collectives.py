@@ -132,10 +132,10 @@ def _replace_all(calls: Interception[CallListener]) -> None:
         return
     for name, form in METHODS.items():
         if hasattr(group, name):
-            calls.replace(group, name, _named(_watched(form, getattr(group, name)), name))
+            calls.replace(group, name, named(_watched(form, getattr(group, name)), name))
     for name in ("_start_coalescing", "_end_coalescing"):
         if hasattr(group, name):
-            calls.replace(group, name, _named(_coalesced(getattr(group, name), name.startswith("_end")), name))
+            calls.replace(group, name, named(_coalesced(getattr(group, name), name.startswith("_end")), name))
     for path, functions in FUNCTIONS.items():
         module = importlib.import_module(path)
         for name, op in functions:
@@ -159,7 +159,7 @@ calls: Interception[CallListener] = Interception(_replace_all)
 """The listeners to collectives. While there are none, torch is unchanged."""
 
 
-def _named(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
+def named(ours: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Give a method's replacement its name in frames too: C++ that asks for an override sees who calls it, and stops."""
     ours.__code__ = ours.__code__.replace(co_name=name)
     return ours
