@@ -53,7 +53,7 @@ PARTS = (
     Part("step-time-compiled", "step_time", 560, "the same step under torch.compile", ("--form", "compiled")),
     Part("step-time-graph", "step_time", 300, "a CUDA graph with gated launches", ("--form", "graph")),
     Part("variants", "variants", 580, "variants of the kernel: threads, registers, programs", packages=("triton",)),
-    Part("waiting", "waiting", 180, "what is reported of waiting on a device, and what events could tell"),
+    Part("waiting", "waiting", 180, "how long ranks wait: a process alone, two on one device, a stream held up"),
 )  # fmt: skip
 """By worth: what is cut off is worth least."""
 LAST_LINES = 40
