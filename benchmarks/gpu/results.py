@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
+SAME = ("machine", "torch", "is_dry_run", "code")
+"""Keys of a result that are alike where it says something of this machine and these sources."""
 
 
 class Result:
@@ -33,8 +35,20 @@ class Result:
         self.cell: dict[str, Any] = {"part": name, "is_complete": False, "headline": "", **about(options)}
         self.cell["host"] = implementation
         self._out: Path | None = options.out
+        self.before = self._found_before()
+        """What a call before had measured that was cut short: on this machine today, of the same sources. Or empty."""
         self._began = time.perf_counter()
         self._write()
+
+    def _found_before(self) -> dict[str, Any]:
+        if self._out is None:
+            return {}
+        try:
+            before = json.loads((self._out / f"{self.cell['date']}-gpu-{self.name}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        is_of_here = isinstance(before, dict) and all(before.get(key) == self.cell[key] for key in SAME)
+        return before if is_of_here and not before.get("is_complete") else {}
 
     def note(self, key: str, value: Any) -> None:
         """Keep a piece of the result under a key."""
