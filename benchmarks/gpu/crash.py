@@ -2,21 +2,29 @@
 
 A child trains and dies in the middle of step 3, between forward and backward:
 
-    assert       a device assert: `torch._assert_async` of something that is false
-    illegal      a kernel writes to an address that nobody has
     exception    Python raises (the device is well)
     abort        SIGABRT, as a C++ library ends a process
+    assert       a device assert: `torch._assert_async` of something that is false
+    illegal      a kernel writes to an address that nobody has
+    none         nothing happens: it must end well, and shows that the device still works behind all that
 
-The first two need a GPU. The rows of steps 0 to 2 must be there, complete and readable, in every case; the activations of
-step 3's forward, which were measured before it died, must be there after an exception, of Python or the device's; and its
-end must be recorded with the exception's words. SIGABRT leaves nobody to write: it is found by the daemon, as the end of
-the process.
+`assert` and `illegal` need a GPU. From there on every call of the runtime in that process fails, while pinned memory stays
+readable by the host; such a process may end by an exception, or by SIGABRT where a destructor meets the error. Each child
+has a time limit, writes no dump of its memory, and is left behind where even SIGKILL does not end it at once: what it did
+is one line of the result, and the next one runs.
+
+The rows of steps 0 to 2 must be there, complete and readable, in every case; the activations of step 3's forward, which
+were measured before it died, must be there after an exception, of Python or the device's; and its end must be recorded with
+the exception's words. SIGABRT leaves nobody to write: it is found by the daemon, as the end of the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,8 +43,11 @@ from sentinel.record import ROW_DTYPE, Flag
 from sentinel.wire.frame import FrameType
 
 DIES_IN = 3
-ENDS = {"cuda": ("assert", "illegal", "exception", "abort"), "cpu": ("exception", "abort")}
-CHILD_S = 110
+ENDS = {"cuda": ("exception", "abort", "assert", "illegal", "none"), "cpu": ("exception", "abort", "none")}
+"""What cannot spoil the device comes first."""
+CHILD_S = 40
+KILLED_S = 10
+"""Seconds that a killed child has to go: one inside of a call of the driver may take longer, or for ever."""
 
 
 def die(how: str, device: str) -> None:
@@ -56,30 +67,53 @@ def die(how: str, device: str) -> None:
     raise SystemExit("the device did not notice")
 
 
+EXPECTED = {
+    "exception": ("exit 1",), "abort": ("SIGABRT",), "assert": ("exit 1", "SIGABRT"), "illegal": ("exit 1", "SIGABRT"),
+    "none": ("exit 0",),
+}  # fmt: skip
+
+
 def child(options: argparse.Namespace) -> None:
     """Train, and die."""
+    # A process that has met a GPU maps terabytes: whoever dumps it is busy for minutes.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     training = Training(options, "small", 4)
     monitor = training.attach({**EVERYTHING, "directory": str(options.folder)}, options.child)
     for _ in range(DIES_IN):
         training.step(monitor)
+    if options.child == "none":
+        monitor.detach()
+        return
     training.loss()
     results.synchronize(options.device)
     die(options.child, options.device)
 
 
-def ended(command: list[str]) -> tuple[int | None, str]:
-    """Run a child; return its exit code, None where it hung and was killed, and what it said."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def ended(command: list[str], words: Path, limit_s: float = CHILD_S) -> int | None:
+    """Run a child that writes its words to a file; return its exit code, None where it hung and was killed."""
+    with words.open("wb") as file:
+        # A file, not a pipe: whatever the child started may keep a pipe open behind it.
+        process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
-        _, stderr = process.communicate(timeout=CHILD_S)
-        return process.returncode, stderr
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        return None, process.communicate()[1]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+        return None
+
+
+def end_in_words(code: int | None) -> str:
+    """Return how a child ended: an exit code, a signal, or that it hung."""
+    if code is None:
+        return f"hung, killed after {CHILD_S} s"
+    return f"exit {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def left(run_dir: Path) -> dict[str, Any]:
     """Return what a reader finds: rows that count by step, rows that never arrived, and the last words."""
+    if not run_dir.is_dir():
+        return {"rows": {}, "rows_lost": 0, "undecodable": 0, "last_words": ""}
     follower = RunFollower(run_dir)
     num_rows: Counter[int] = Counter()
     num_lost = 0
@@ -98,20 +132,20 @@ def left(run_dir: Path) -> dict[str, Any]:
     return {"rows": dict(sorted(num_rows.items())), "rows_lost": num_lost, "undecodable": broken, "last_words": words}
 
 
-def fault_of(how: str, found: dict[str, Any], code: int | None) -> str:
+def fault_of(how: str, found: dict[str, Any]) -> str:
     """Return what is not as it must be; empty: nothing."""
     whole = [found["rows"].get(step, 0) for step in range(DIES_IN)]
-    if code is None:
-        return f"{how}: the child hung after {CHILD_S} s"
-    if code == 0:
-        return f"{how}: the child lived"
+    if found["end"] not in EXPECTED[how]:
+        return f"{how}: expected {' or '.join(EXPECTED[how])}, got {found['end']}"
     if min(whole) == 0 or min(whole[1:]) != max(whole[1:]):
         return f"{how}: rows of the steps before are missing: {found['rows']}"
     if found["undecodable"]:
         return f"{how}: {found['undecodable']} frames cannot be read"
-    if how != "abort" and found["rows"].get(DIES_IN, 0) == 0:
+    if how in ("abort", "none"):
+        return ""
+    if found["rows"].get(DIES_IN, 0) == 0:
         return f"{how}: no row of the step in which it died"
-    if how != "abort" and not found["last_words"].startswith("exception"):
+    if not found["last_words"].startswith("exception"):
         return f"{how}: its end is not recorded: {found['last_words']!r}"
     return ""
 
@@ -124,23 +158,27 @@ def main() -> None:
     if options.child:
         child(options)
         return
+    # Read when the driver starts: no dump of the device's memory either.
+    os.environ["CUDA_ENABLE_COREDUMP_ON_EXCEPTION"] = "0"
     result = results.Result("crash", options)
-    found, faults = {}, []
+    found: dict[str, dict[str, Any]] = {}
+    faults = []
     for how in ENDS[options.device]:
-        with tempfile.TemporaryDirectory(prefix="sentinel-gpu-crash-") as folder:
+        with tempfile.TemporaryDirectory(prefix="sentinel-gpu-crash-", ignore_cleanup_errors=True) as folder:
             command = [sys.executable, __file__, "--device", options.device, "--child", how, "--folder", folder]
             command += ["--tiny"] if options.tiny else []
-            code, stderr = ended(command)
-            found[how] = {"code": code, "stderr": stderr[-600:], **left(Path(folder) / how)}
+            words = Path(folder) / "words"
+            code = ended(command, words)
+            said = words.read_text(errors="replace")[-600:]
+            found[how] = {"end": end_in_words(code), "said": said, **left(Path(folder) / how)}
         result.note("ends", found)
-        faults += [fault] if (fault := fault_of(how, found[how], code)) else []
-        print(f"{how}: exit {code}; rows by step {found[how]['rows']}, lost {found[how]['rows_lost']}; ", end="")
-        print(f"last words: {found[how]['last_words'] or 'none'}")
+        faults += [fault] if (fault := fault_of(how, found[how])) else []
+        print(f"{how}: {found[how]['end']}; rows by step {found[how]['rows']}, lost {found[how]['rows_lost']}; ", end="")
+        print(f"last words: {found[how]['last_words'] or 'none'}", flush=True)
     if faults:
         raise SystemExit("\n".join(faults))
-    result.complete(
-        f"{', '.join(found)}: rows of all steps before are there, and of the last one where anybody was left to write"
-    )
+    died = ", ".join(how for how in found if how != "none")
+    result.complete(f"{died}: rows of all steps before are there, and of the last one where anybody was left to write")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,18 @@ there, that way says nothing.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
+from pathlib import Path
+from typing import Any
 
 import results
 import torch
 from dense import VARIANTS, Training, steps_of
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 NAMES = ("without", "params + wgrads", "default", "four groups, every step", "everything, every step")
 
 
@@ -36,9 +40,21 @@ def waits_in(training: Training, name: str) -> dict[str, int]:
     finally:
         if monitor is not None:
             monitor.detach()
-    here = [event for event in profile.events() if event.name in WAITS or event.name.startswith("cudaLaunchKernel")]
-    threads = {event.thread for event in here if event.name.startswith("cudaLaunchKernel")}
-    return {wait: sum(event.name == wait and event.thread in threads for event in here) for wait in WAITS}
+    with tempfile.TemporaryDirectory(prefix="sentinel-gpu-trace-") as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        return waits_of_launchers(json.loads(trace.read_text())["traceEvents"])
+
+
+def waits_of_launchers(events: list[dict[str, Any]]) -> dict[str, int]:
+    """Count waits of the threads that launch kernels, by call, in a trace.
+
+    There threads are those of the system. The profiler's own list has 0 for the thread of a call that no operation of torch
+    made, of whichever thread: the one that writes rows waits for the device all the time, as it may.
+    """
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    threads = {event["tid"] for event in calls if str(event["name"]).startswith(LAUNCHES)}
+    return {wait: sum(event["name"] == wait and event["tid"] in threads for event in calls) for wait in WAITS}
 
 
 def main() -> None:

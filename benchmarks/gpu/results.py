@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_all import SAME
 
 ROOT = Path(__file__).parents[2]
-SAME = ("machine", "torch", "is_dry_run", "code")
-"""Keys of a result that are alike where it says something of this machine and these sources."""
 
 
 class Result:

@@ -7,6 +7,7 @@
 #   benchmarks/gpu/run_all.sh --dry               on a CPU, tiny: shows that every part runs
 #   benchmarks/gpu/run_all.sh --wheels DIR        installs the wheels of DIR first, into a folder of their own: for a machine
 #                                                 without internet
+#   benchmarks/gpu/run_all.sh --gather FILE       keeps all results in this one file too, and goes on from what it holds
 #   benchmarks/gpu/run_all.sh --help              the other options
 #
 # PYTHON chooses the interpreter: one that has torch with Triton. Sentinel itself need not be installed.
@@ -30,9 +31,21 @@ while [ $# -gt 0 ]; do
                 echo "run_all.sh: --wheels: expected a folder with wheels (*.whl), got \"$wheels\"" >&2
                 exit 2
             fi
-            site=$(mktemp -d)
-            trap 'rm -rf "$site"' EXIT
-            "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$site" "$wheels"/*.whl
+            # Named by what it holds: the next call on this machine finds it.
+            site=${TMPDIR:-/tmp}/sentinel-gpu-wheels-$( (echo "$PYTHON"; ls -l "$wheels"/*.whl) | cksum | tr ' ' -)
+            install=("$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check)
+            if [ ! -e "$site.complete" ]; then
+                rm -rf "$site"
+                # One wheel of another Python stops them all: then each by itself, and those that fail are named.
+                if "${install[@]}" --target "$site" "$wheels"/*.whl 2>/dev/null; then
+                    touch "$site.complete"
+                else
+                    for wheel in "$wheels"/*.whl; do
+                        "${install[@]}" --upgrade --target "$site" "$wheel" ||
+                            echo "run_all.sh: $(basename "$wheel") cannot be installed" >&2
+                    done
+                fi
+            fi
             PYTHONPATH=$PYTHONPATH:$site
             ;;
         *) args+=("$1"); shift ;;
@@ -44,4 +57,4 @@ if ! "$PYTHON" -c 'from sentinel.native import implementation; raise SystemExit(
     (cd "$root" && "$PYTHON" setup.py --quiet build_ext --inplace >/dev/null 2>&1) || echo "run_all.sh: the C library cannot be built" >&2
 fi
 
-"$PYTHON" "$root/benchmarks/gpu/run_all.py" ${args[@]+"${args[@]}"}
+exec "$PYTHON" "$root/benchmarks/gpu/run_all.py" ${args[@]+"${args[@]}"}

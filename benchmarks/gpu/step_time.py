@@ -10,7 +10,12 @@ half again, where memory does not hold those.
                once, at the bandwidth of a copy
     compiled   Every variant is compiled anew, so each has one turn, between two of the bare compiled model; the ratio is to
                the mean of those two, whose difference is the noise
-    graph      A CUDA graph of forward and backward with a launch behind every block, its gate closed and open
+    graph      CUDA graphs, as far as Sentinel sees through them: parameters and gradients, measured by the optimizer's
+               hooks, not what is inside. Variants take turns as in eager. `replayed`: forward and backward are one graph
+               and the optimizer steps behind it; `callable`: torch.cuda.make_graphed_callables made graphs of the model's
+               forward and backward. That their rows arrive is checked. Then what modules inside would cost: `gated`, a
+               graph of forward and backward with a launch behind every block, its gate closed and open. An optimizer
+               inside the graph is not among them: no Python runs at a replay, so nothing is measured and nothing added
 
 Beside the ratios, in percent of the step: our budget, and what a reference adds whose statistics are fused into the trainer,
 on one H100 and such a model: 2.1 for params and wgrads, 19 for all four groups (taken over, not measured here).
@@ -19,20 +24,27 @@ on one H100 and such a model: 2.1 for params and wgrads, 19 for all four groups 
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import results
 import torch
 from dense import VARIANTS, Training, steps_of
 
 from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.rows.buffer import StepRows
-from sentinel.record import Kind
+from sentinel.ingest.follow import RunFollower
+from sentinel.record import ROW_DTYPE, Kind
+from sentinel.wire.frame import FrameType
 
 BUDGET = {
     "attached, everything off": 0.1,
@@ -44,22 +56,30 @@ BUDGET = {
 """Percent of the step that a variant may add."""
 REFERENCE = {"params + wgrads": 2.1, "four groups, every step": 19.0}
 """Percent that the fused reference adds, as reported of it."""
-COMPILED = ("attached, everything off", "black box", "params + wgrads", "default", "four groups, every step")
+COMPILED = ("params + wgrads", "black box", "default", "four groups, every step", "attached, everything off")
+GRAPHED = ("without", "attached, everything off", "params + wgrads", "default")
 
 
-def fit(training: Training) -> None:
-    """Halve the batch until memory holds a step with everything measured."""
+def fitting(options: argparse.Namespace, result: results.Result) -> Training:
+    """Return a training whose step memory holds with everything measured: the batch is halved until it does."""
+    training = Training(options, "1b", options.batch)
     while True:
         try:
             steps_of(training, 2, VARIANTS["everything, every step"], "sized")
-            return
+            break
         except torch.OutOfMemoryError:
             if training.batch == 1:
                 raise
-            training.optimizer.zero_grad()
-            training.halve_batch()
-            torch.cuda.empty_cache()
-            print(f"memory does not hold that many sequences: {training.batch} from now on")
+        # Behind the handler: the error holds all that its frames hold, the step's activations among it.
+        training.optimizer.zero_grad()
+        training.halve_batch()
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"memory does not hold that many sequences: {training.batch} from now on")
+    result.note("parameters", training.num_parameters)
+    result.note("tokens", training.batch * training.sequence)
+    print(f"{training.num_parameters / 1e9:.2f}e9 parameters, batch {training.batch} x {training.sequence}")
+    return training
 
 
 def row_of(name: str, seconds: list[float], ratios: list[float]) -> dict[str, Any]:
@@ -93,23 +113,34 @@ def said(table: list[dict[str, Any]]) -> str:
     )
 
 
-def eager(options: argparse.Namespace, training: Training, result: results.Result) -> str:
+def eager(options: argparse.Namespace, result: results.Result) -> str:
     """Let the variants take turns until the time is up."""
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    began, names, table = time.perf_counter(), list(VARIANTS), []
+    training = fitting(options, result)
+    result.note("floor", floor(training))
+    return said(in_turns(options, training, tuple(VARIANTS), options.most_s, lambda table: result.note("variants", table)))
+
+
+def in_turns(
+    options: argparse.Namespace, training: Training, names: tuple[str, ...], most_s: float, note: Callable[[Any], None]
+) -> list[dict[str, Any]]:
+    """Return the table of some variants that take turns until the time is up; `note` is given it after every round."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    began, table = time.perf_counter(), []
     for turn in range(options.rounds + 1):
-        if turn > 1 and (time.perf_counter() - began) * (turn + 1) / turn > options.most_s:
+        if turn > 1 and (time.perf_counter() - began) * (turn + 1) / turn > most_s:
             break
         took = {}
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            took[name] = steps_of(training, options.steps, VARIANTS[name], f"r{turn}-{names.index(name)}")
+            took[name] = steps_of(
+                training, options.steps, VARIANTS[name], f"{type(training).__name__}-{turn}-{names.index(name)}"
+            )
         if turn:  # The first round compiles kernels.
             for name, seconds in took.items():
                 times[name].append(seconds)
             print(f"round {turn}")
             table = table_of(times, times["without"])
-            result.note("variants", table)
-    return said(table)
+            note(table)
+    return table
 
 
 def floor(training: Training) -> dict[str, float]:
@@ -124,12 +155,18 @@ def floor(training: Training) -> dict[str, float]:
     return cell
 
 
-def compiled(options: argparse.Namespace, training: Training, result: results.Result) -> str:
+def compiled(options: argparse.Namespace, result: results.Result) -> str:
     """Compile and time one variant after the other, the bare model first and last."""
+    training = fitting(options, result)
     seconds: dict[str, float] = {}
     compile_s: dict[str, float] = {}
-    bare = []
+    bare: list[float] = []
+    longest, ends_at = 0.0, time.perf_counter() + options.most_s
     for turn, name in enumerate(("without", *COMPILED, "without")):
+        # The bare model once more must fit as well.
+        if name != "without" and time.perf_counter() + 2 * longest > ends_at:
+            continue
+        turn_began = time.perf_counter()
         torch._dynamo.reset()
         monitor = training.attach(VARIANTS[name], f"compiled-{turn}")
         try:
@@ -153,6 +190,7 @@ def compiled(options: argparse.Namespace, training: Training, result: results.Re
             bare.append(took)
         else:
             seconds[name] = took
+        longest = max(longest, time.perf_counter() - turn_began)
         result.note("seconds", {"bare": bare, **seconds})
         result.note("compile_s", compile_s)
         print(f"{name}: {1e3 * took:.2f} ms a step; {compile_s[f'{turn} {name}']} s for the first three")
@@ -162,41 +200,145 @@ def compiled(options: argparse.Namespace, training: Training, result: results.Re
     return f"{said(table)}; the bare model twice: {100 * (bare[1] / bare[0] - 1):+.2f} %"
 
 
-def graph(options: argparse.Namespace, training: Training, result: results.Result) -> str:
+class Replayed(Training):
+    """Forward and backward are captured once and replayed; the optimizer steps behind them, as ever."""
+
+    def __init__(self, options: argparse.Namespace, size: str, batch: int) -> None:
+        super().__init__(options, size, batch)
+        if self.device == "cuda":
+            self._replay, self._loss = captured_pass(self)
+        else:
+            self._replay, self._loss = self._unseen(), torch.zeros(())
+
+    def _unseen(self) -> Callable[[], None]:
+        """Return what a replay is to Sentinel: gradients change, and neither a module nor autograd calls anything."""
+        self.call = unhooked(self.model)
+        own = list(self.model.parameters())
+
+        def replay() -> None:
+            for parameter, gradient in zip(own, torch.autograd.grad(self.loss(), own), strict=True):
+                parameter.grad = gradient
+
+        return replay
+
+    def step(self, monitor: Any = None) -> torch.Tensor:
+        self._replay()
+        self.optimizer.step()
+        if monitor is not None:
+            monitor.log(loss=self._loss)
+        return self._loss
+
+
+class GraphedCallable(Training):
+    """The model's forward and its backward are a graph each; loss and optimizer are as ever."""
+
+    def __init__(self, options: argparse.Namespace, size: str, batch: int) -> None:
+        super().__init__(options, size, batch)
+        if self.device == "cuda":
+            self.call = torch.cuda.make_graphed_callables(self.model, (self.tokens[:, :-1].contiguous(),))
+        else:
+            self.call = unhooked(self.model)
+
+
+def unhooked(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model of the same parameters that no hook of the first one sees: what stands for a graph on a CPU."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def captured_pass(training: Training) -> tuple[Callable[[], None], torch.Tensor]:
+    """Capture forward and backward; return what replays them, and the loss that a replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            training.optimizer.zero_grad()
+            training.loss().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    training.optimizer.zero_grad()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        loss = training.loss()
+        loss.backward()
+    return captured.replay, loss.detach()
+
+
+def graph(options: argparse.Namespace, result: results.Result) -> str:
+    """Time steps whose forward and backward are replayed, and launches inside a graph."""
+    sentences = []
+    for name, form in (("replayed", Replayed), ("callable", GraphedCallable)):
+        training = that_fits(form, options)
+        result.note(f"{name}_tokens", training.batch * training.sequence)
+        steps_of(training, 2, VARIANTS["params + wgrads"], f"checked-{name}")
+        check_rows(Path(os.environ["SENTINEL_DIR"]) / f"checked-{name}", training)
+        print(f"{name}, batch {training.batch} x {training.sequence}")
+        noted = f"{name}_variants"
+        table = in_turns(
+            options, training, GRAPHED, options.most_s / 3, lambda table, noted=noted: result.note(noted, table)
+        )
+        sentences.append(f"{name}: {said(table)}")
+        del training
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    sentences.append(gated_launches(options, result))
+    sentences.append(capture_while_attached(options))
+    result.note("capture_while_attached", sentences[-1])
+    return "; ".join(sentences)
+
+
+def that_fits(form: Callable[..., Training], options: argparse.Namespace) -> Training:
+    """Return a training of as many sequences as memory holds."""
+    batch = options.batch
+    while True:
+        try:
+            return form(options, "1b", batch)
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+        # Behind the handler: the error holds all that its frames hold.
+        batch //= 2
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"memory does not hold that many sequences: {batch} from now on")
+
+
+def check_rows(run_dir: Path, training: Training) -> None:
+    """Expect a row of every parameter and of every gradient for each step: what is not measured costs nothing."""
+    follower, found = RunFollower(run_dir), Counter[tuple[int, int]]()
+    while records := follower.poll(final=True):
+        for record in records:
+            if record.frame.header.type == FrameType.ROWS:
+                rows = np.frombuffer(record.frame.payload, ROW_DTYPE)
+                found.update((record.frame.header.step, int(kind)) for kind in rows["kind"][rows["count"] > 0])
+    number = len(list(training.model.parameters()))
+    expected = {(step, int(kind)): number for step in range(4) for kind in (Kind.PARAM, Kind.WGRAD)}
+    if found != expected:
+        raise SystemExit(f"expected {number} parameters and gradients a step, got {dict(found)}")
+
+
+def gated_launches(options: argparse.Namespace, result: results.Result) -> str:
     """Time replays of a captured forward and backward: plain, and with gated launches behind every block."""
     if options.device != "cuda":
-        return "a CPU has no CUDA graphs: nothing was run"
+        return "launches inside a graph need a GPU"
     from sentinel.collect.kernels.triton_kernel import CaptureSwitch, TritonKernel
 
     kernel = choose_kernel("cuda")
     assert isinstance(kernel, TritonKernel), kernel.name
+    # A graph keeps the memory of a whole step, and there are two.
+    training = Training(options, "1b", max(1, options.batch // 8))
     blocks = list(training.model.blocks)
     rows = StepRows(len(blocks))
     for row in range(len(blocks)):
         rows.add(row, Kind.ACTIVATION, 0, 0, row, row)
     gate = CaptureSwitch(torch.device("cuda", torch.cuda.current_device()))
-
-    def capture(is_gated: bool) -> Callable[[], object]:
-        handles = [
-            block.register_forward_hook(lambda module, args, out, row=row: kernel.capture(out.detach(), gate, row))
-            for row, block in enumerate(blocks) if is_gated
-        ]  # fmt: skip
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                training.optimizer.zero_grad()
-                training.loss().backward()
-        torch.cuda.current_stream().wait_stream(side)
-        training.optimizer.zero_grad()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            training.loss().backward()
-        for handle in handles:
-            handle.remove()
-        return captured.replay
-
-    plain, gated = capture(False), capture(True)
+    handles = [
+        block.register_forward_hook(lambda module, args, out, row=row: kernel.capture(out.detach(), gate, row))
+        for row, block in enumerate(blocks)
+    ]
+    gated, _ = captured_pass(training)
+    for handle in handles:
+        handle.remove()
+    plain, _ = captured_pass(training)
     took: dict[str, list[float]] = {"plain": [], "closed": [], "open": []}
     for _ in range(options.rounds):
         took["plain"].append(results.seconds_of(plain, "cuda", 5))
@@ -209,8 +351,31 @@ def graph(options: argparse.Namespace, training: Training, result: results.Resul
     assert (rows.array["count"] > 0).all()
     base = statistics.median(took["plain"])
     cell = {name: round(statistics.median(own) / base, 5) for name, own in took.items()}
-    result.note("graph", {"plain_ms": base * 1e3, "launches": len(blocks), **cell})
-    return f"{len(blocks)} launches in a graph of {base * 1e3:.1f} ms: closed {cell['closed']:.4f}, open {cell['open']:.4f}"
+    result.note("gated", {"plain_ms": base * 1e3, "launches": len(blocks), **cell})
+    return f"gated: {len(blocks)} launches in {base * 1e3:.1f} ms: closed {cell['closed']:.4f}, open {cell['open']:.4f}"
+
+
+def capture_while_attached(options: argparse.Namespace) -> str:
+    """Say what becomes of a capture that begins while rows are on their way to the thread that writes them.
+
+    A capture fails where another thread makes a call that CUDA does not allow during one. Last: it may spoil the process.
+    """
+    if options.device != "cuda":
+        return "captures need a GPU"
+    training = Training(options, "small", 4)
+    monitor = training.attach(VARIANTS["default"], "captured")
+    try:
+        for _ in range(3):
+            training.step(monitor)
+        replay, loss = captured_pass(training)
+        for _ in range(3):
+            replay()
+            training.optimizer.step()
+        return f"a capture while attached works, loss {float(loss):.3f}"
+    except RuntimeError as error:
+        return f"a capture while attached fails: {str(error).splitlines()[0][:160]}"
+    finally:
+        monitor.detach()
 
 
 FORMS = {"eager": eager, "compiled": compiled, "graph": graph}
@@ -222,23 +387,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=14, help="sequences a step")
     parser.add_argument("--rounds", type=int, default=8, help="rounds at most; one more warms up")
     parser.add_argument("--steps", type=int, default=10, help="steps of a variant in a round that count; two warm up")
-    parser.add_argument("--most-s", type=float, default=420.0, help="begin no round that would end later than this")
+    parser.add_argument("--most-s", type=float, default=220.0, help="begin no round that would end later than this")
     options = results.options_of(parser)
     if options.tiny:
         options.rounds, options.steps = 1, 2
     result = results.Result("step-time" if options.form == "eager" else f"step-time-{options.form}", options)
-    # A graph keeps the memory of a whole step, and there are two.
-    training = Training(options, "1b", max(1, options.batch // 8) if options.form == "graph" else options.batch)
+    result.note("kernel", choose_kernel(options.device).name)
     with tempfile.TemporaryDirectory(prefix="sentinel-gpu-step-time-") as folder:
         os.environ["SENTINEL_DIR"] = folder
-        fit(training)
-        result.note("kernel", choose_kernel(options.device).name)
-        result.note("parameters", training.num_parameters)
-        result.note("tokens", training.batch * training.sequence)
-        print(f"{training.num_parameters / 1e9:.2f}e9 parameters, batch {training.batch} x {training.sequence}")
-        if options.form == "eager":
-            result.note("floor", floor(training))
-        result.complete(FORMS[options.form](options, training, result))
+        result.complete(FORMS[options.form](options, result))
 
 
 if __name__ == "__main__":

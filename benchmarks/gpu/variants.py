@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -77,8 +78,8 @@ TILE = {"steps": "_STEPS", "vector_bytes": "_VECTOR_BYTES", "beside": "_BESIDE",
         "is_interleaved": "_IS_INTERLEAVED", "evict": "_EVICT"}  # fmt: skip
 """What a key is called in other_kernels.py."""
 DRY = (
-    "as it is", "programs 528", "threads 256", "4 x 16 bytes", "8 x 16 bytes, not ahead", "16 x 8 bytes", "32 x 4 bytes",
-    "8 x 16 bytes, beside", "interleaved", "evict first", "in turn 264", "two passes",
+    "as it is", "threads 256", "4 x 16 bytes", "8 x 16 bytes, not ahead", "16 x 8 bytes", "32 x 4 bytes",
+    "8 x 16 bytes, beside", "interleaved", "in turn 264", "two passes",
 )  # fmt: skip
 """Those of a dry run: every other one differs by a number, or by what an interpreter does not know."""
 DRY_BF16 = ("16 x 8 bytes", "two passes")
@@ -155,7 +156,13 @@ def samples(dtype: torch.dtype, tile: int) -> list[torch.Tensor]:
     spoiled[tile // 2 :: 100] = 0.0
     spoiled[[3, tile, 2 * tile]] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
     far = (drawn(2 * tile + 5) + (1e4 if dtype.itemsize > 2 else 10.0)).to(dtype)
-    return [far, spoiled[1:], drawn(7).to(dtype)[3:], torch.full((300,), torch.nan, dtype=dtype), torch.empty(0, dtype=dtype)]
+    return [
+        far,
+        spoiled[1:],
+        drawn(7).to(dtype)[3:],
+        torch.full((300,), torch.nan, dtype=dtype),
+        torch.empty(0, dtype=dtype),
+    ]
 
 
 def statistics_of(tensor: torch.Tensor) -> dict[str, float]:
@@ -329,9 +336,11 @@ def main() -> None:
             if not options.tiny and time.monotonic() > ends_at - BEGINS_LAST_S:
                 break
             for i in range(at + len(coming), min(at + 2, len(groups))):
-                coming.append(begun(groups[i], options, os.path.join(folder, str(i))))
+                coming.append(begun(groups[i], options, str(Path(folder) / str(i))))
                 stack.callback(coming[-1].kill)
-            for name, cell in zip(names, measured(coming.pop(0), options.most_s if options.tiny else VARIANT_S), strict=False):
+            for name, cell in zip(
+                names, measured(coming.pop(0), options.most_s if options.tiny else VARIANT_S), strict=False
+            ):
                 table[name] = {key: value for key, value in cell.items() if key != "variant"}
                 print(f"{name:<40} " + "  ".join(f"{key} {value}" for key, value in table[name].items()), flush=True)
             result.note("variants", table)
