@@ -356,11 +356,11 @@ def test_without_a_gpu_it_says_that_it_needs_one(tmp_path: Path) -> None:
 
 
 def test_a_part_runs_dry(tmp_path: Path) -> None:
-    done = run_all("--dry", "--out", tmp_path, "--only", "waiting")
+    done = run_all("--dry", "--out", tmp_path, "--only", "bandwidth")
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert states(done.stdout) == {"waiting": "done"}
-    (written,) = tmp_path.glob("20*-gpu-waiting.json")
+    assert states(done.stdout) == {"bandwidth": "done"}
+    (written,) = tmp_path.glob("20*-gpu-bandwidth.json")
     assert json.loads(written.read_text())["is_dry_run"] is True
 
 
