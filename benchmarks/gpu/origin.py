@@ -42,7 +42,7 @@ def child(options: argparse.Namespace) -> None:
 
 def sentinel(*args: str) -> str:
     """Return what a verb of the command line prints; 1, which says that there are anomalies, is no failure."""
-    done = subprocess.run([sys.executable, "-m", "sentinel.cli", *args], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", "sentinel.cli", *args], capture_output=True, text=True, timeout=120)
     if done.returncode not in (0, 1):
         raise SystemExit(f"sentinel {args[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

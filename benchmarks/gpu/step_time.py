@@ -197,7 +197,10 @@ def compiled(options: argparse.Namespace, result: results.Result) -> str:
     mean = statistics.fmean(bare)
     table = table_of({name: [took] for name, took in seconds.items()}, [mean])
     result.note("variants", table)
-    return f"{said(table)}; the bare model twice: {100 * (bare[1] / bare[0] - 1):+.2f} %"
+    late = [name for name in COMPILED if name not in seconds]
+    return f"{said(table)}; the bare model twice: {100 * (bare[1] / bare[0] - 1):+.2f} %" + (
+        f"; not reached: {', '.join(late)}" if late else ""
+    )
 
 
 class Replayed(Training):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -275,6 +277,29 @@ def test_a_folder_without_wheels_is_an_error(tmp_path: Path) -> None:
     assert f'expected a folder with wheels (*.whl), got "{tmp_path}"' in done.stderr
 
 
+@pytest.mark.long
+def test_a_wheel_that_does_not_fit_is_named_and_the_others_are_installed(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    info = "nice_thing-1.0.dist-info"
+    files = {
+        "nice_thing.py": "", f"{info}/METADATA": "Metadata-Version: 2.1\nName: nice-thing\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n", f"{info}/RECORD": "",
+    }  # fmt: skip
+    for name in ("nice_thing-1.0-py3-none-any", "nice_thing-1.0-cp27-cp27m-win32"):
+        with zipfile.ZipFile(wheels / f"{name}.whl", "w") as wheel:
+            for path, text in files.items():
+                wheel.writestr(path, text)
+
+    done = subprocess.run(
+        [RUN_ALL, "--wheels", wheels, "--list"], capture_output=True, text=True, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    )
+
+    assert done.returncode == 0
+    assert "run_all.sh: nice_thing-1.0-cp27-cp27m-win32.whl cannot be installed" in done.stderr
+    assert len(list(tmp_path.glob("sentinel-gpu-wheels-*/nice_thing.py"))) == 1
+
+
 def test_every_part_is_listed_with_a_limit_below_ten_minutes() -> None:
     done = run_all("--list")
 
@@ -286,6 +311,25 @@ def test_every_part_is_listed_with_a_limit_below_ten_minutes() -> None:
     assert first == ["correctness", "step-time", "bandwidth", "no-wait", "same-training"]
     # Two calls of ten minutes, half a minute of which is gone before the first part begins.
     assert sum(limits[name] for name in first[:2]) <= 570 and sum(limits[name] for name in first[2:]) <= 570
+
+
+def test_a_part_that_was_cut_short_finds_what_it_had(gpu_module, tmp_path) -> None:
+    results = gpu_module("results")
+    options = argparse.Namespace(device="cpu", tiny=True, out=tmp_path)
+
+    first = results.Result("long", options)
+    first.note("pieces", {"one": 1})
+    second = results.Result("long", options)
+    (written,) = tmp_path.glob("20*-gpu-long.json")
+    second.note("pieces", {"one": 1, "two": 2})
+    written.write_text(written.read_text().replace(second.cell["code"], "other sources"))
+    third = results.Result("long", options)
+    third.note("pieces", {"three": 3})
+    third.complete("all three")
+
+    assert first.before == {} == third.before
+    assert second.before["pieces"] == {"one": 1}
+    assert results.Result("long", options).before == {}
 
 
 def test_only_waits_of_threads_that_launch_kernels_count(gpu_module) -> None:
