@@ -54,14 +54,14 @@ class Receiver:
                     body = json.loads(raw)
                 except ValueError:
                     owner = None
-                self.send_response(200 if owner else 400)
-                self.send_header("Content-Length", "2")
-                self.end_headers()
-                self.wfile.write(b"ok")
                 if owner:
                     message = Message(to=owner, body=body)
                     receiver.messages.append(message)
                     received(message)
+                self.send_response(200 if owner else 400)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"ok")
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

@@ -29,6 +29,7 @@ from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.sink_table import build_sinks
+from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
 from sentinel.store.trouble import disk_trouble
 
@@ -102,6 +103,10 @@ class Daemon:
         self._wants_reload = False
         self._runs: dict[str, ServedRun] = {}
         self._problems: dict[str, str] = {}
+        self._held: dict[str, str] = {}
+        """Run -> the process that serves it, which this daemon stands by for."""
+        self._announced: RunLock | None = None
+        """Held while the page's address is where commands look for it."""
         self._retry_at: dict[str, float] = {}
         self.api = ServedApi(self._packs, self._notifier, self._ask_reload)
         self._http: HttpServer | None = None
@@ -133,20 +138,27 @@ class Daemon:
 
     def _start(self) -> None:
         self._discover(time.time())
-        if self._is_single and not self._runs:
+        if self._is_single and self._problems:
             raise StoreError(next(iter(self._problems.values())))
-        open_alerts = [
-            alert for run in self._runs.values() for alert in run.open_alerts(self._options.config.notify.routes())
-        ]
-        self._notifier.start(open_alerts)
+        self._notifier.start()
         self._http = self._bind()
-        if self._http is not None and self._options.http is not None:
-            write_whole(
-                self._state / "http.json",
-                json.dumps({"url": self._http.url, "host": self._options.http.host, "port": self._http.port}) + "\n",
-            )
+        if self._http is not None:
             log.info("serving %s on %s", self._options.directory, self._http.url)
+        self._announce()
         self._outside_packages.start()
+
+    def _announce(self) -> None:
+        """Leave the page's address where commands look for it; a standby leaves that of the daemon that it stands by for."""
+        if self._announced is not None or self._http is None or self._options.http is None:
+            return
+        try:
+            self._announced = RunLock(self._state / "page", f"the page of {self._options.directory}")
+        except LockHeld:
+            return
+        write_whole(
+            self._state / "http.json",
+            json.dumps({"url": self._http.url, "host": self._options.http.host, "port": self._http.port}) + "\n",
+        )
 
     def _bind(self) -> HttpServer | None:
         """Take the port; beside a command another one, or none, where that is taken: judging is worth more than the page."""
@@ -180,7 +192,7 @@ class Daemon:
                 self._check_packs()
             has_moved = self._turn()
             now = time.monotonic()
-            self.api.publish(self._runs.values(), self._problems, is_caught_up=not has_moved)
+            self.api.publish(self._runs.values(), self._problems, self._held, is_caught_up=not has_moved)
             self._systemd.alive()
             if is_first:
                 # HTTP after the first look at the spool: its libraries take as long to load as a step takes to judge.
@@ -221,12 +233,26 @@ class Daemon:
                 paths = RunPaths.of(run_dir, self._options.state_dir)
                 run = ServedRun(paths, self._options.config, self._packs)
             except Exception as error:
-                self._refuse(name, _why(run_dir, error), now)
+                if isinstance(error, LockHeld) and not self._options.is_owned:
+                    self._stand_by(name, error.holder)
+                else:
+                    self._refuse(name, _why(run_dir, error), now)
                 continue
+            if who := self._held.pop(name, ""):
+                log.info("run %s: taken over from process %s", name, who)
             self._problems.pop(name, None)
             self._runs[name] = run
             self._outboxes.join(run.journal.outbox)
-            self._notifier.wake()
+            # Whoever served it may have been gone for long: what is open is said again at once.
+            self._notifier.restore(run.open_alerts(self._options.config.notify.routes()))
+        self._announce()
+
+    def _stand_by(self, name: str, who: str) -> None:
+        """Leave a run to the daemon that serves it, until that is gone."""
+        self._problems.pop(name, None)
+        if self._held.get(name) != who:
+            log.info("run %s: standby of process %s, which serves it; taken over when that ends", name, who)
+        self._held[name] = who
 
     def _found(self) -> list[Path]:
         """Return the runs to serve: of one that we own also the others that its command attached under the same name."""
@@ -240,6 +266,7 @@ class Daemon:
     def _drop(self, name: str, problem: str) -> None:
         run = self._runs.pop(name)
         self._outboxes.leave(run.journal.outbox)
+        self._notifier.release(run.name)
         run.close()
         self._refuse(name, problem, time.time())
 
@@ -306,7 +333,9 @@ class Daemon:
     def _close(self) -> None:
         if self._http is not None:
             self._http.stop()
+        if self._announced is not None:
             (self._state / "http.json").unlink(missing_ok=True)
+            self._announced.close()
         self._notifier.close()
         self._outside_packages.close()
         for run in self._runs.values():

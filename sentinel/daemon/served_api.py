@@ -36,6 +36,7 @@ class ServedApi:
         self._ask_reload = ask_reload
         self._runs: dict[str, ServedRun] = {}
         self._problems: dict[str, str] = {}
+        self._held: dict[str, str] = {}
         self._is_ready = False
         self._alive_at = time.monotonic()
         self._started = time.time()
@@ -45,14 +46,19 @@ class ServedApi:
 
     # Called by the loop.
 
-    def publish(self, runs: Iterable[ServedRun], problems: Mapping[str, str], *, is_caught_up: bool) -> None:
-        """Say which runs are served and what is wrong; called every turn of the loop."""
+    def publish(
+        self, runs: Iterable[ServedRun], problems: Mapping[str, str], held: Mapping[str, str], *, is_caught_up: bool
+    ) -> None:
+        """Say which runs are served and what is wrong; called every turn of the loop.
+
+        held: run -> the process that serves it in our place.
+        """
         self._alive_at = time.monotonic()
         served = {run.name: run for run in runs}
         if served.keys() != self._runs.keys():
             self._runs = served
-        self._problems = dict(problems)
-        self._is_ready = self._is_ready or is_caught_up
+        self._problems, self._held = dict(problems), dict(held)
+        self._is_ready = not self._is_standby and (self._is_ready or is_caught_up)
 
     def reloaded(self) -> None:
         """Say that a reload was done, whatever came of it."""
@@ -75,19 +81,26 @@ class ServedApi:
             problems.insert(0, f"the loop has not come round for {age:.0f} s")
         elif self.is_stopping:
             status = "stopping"
+        elif self._is_standby:
+            status = "standby"
         else:
             status = "degraded" if problems else "ok"
         return {
             "status": status,
             "problems": problems,
+            "standby_of": sorted(set(self._held.values())),
             "version": VERSION,
             "pack_hash": self._packs.pack_hash,
             "num_runs": len(self._runs),
         }
 
     def is_ready(self) -> bool:
-        """Return whether everything there was at the start has been judged, and nothing stops."""
+        """Return whether everything there was at the start has been judged, nothing stops, and this is no standby."""
         return self._is_ready and not self.is_stopping
+
+    @property
+    def _is_standby(self) -> bool:
+        return bool(self._held) and not self._runs
 
     def runs(self) -> list[dict[str, Any]]:
         """Return one object a run."""

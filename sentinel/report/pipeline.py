@@ -14,6 +14,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import msgspec
 
@@ -92,6 +93,8 @@ class SinkWorker:
         self, outbox: Outbox, sink: Sink, policy: RetryPolicy, *, rate_per_s: float = 1.0, rng: random.Random
     ) -> None:
         self.sink = sink
+        self._handed: SimpleQueue[Callable[[ResendingSink], None]] = SimpleQueue()
+        """What other threads want of a sink that resends; done by the thread that delivers."""
         self._resending = sink if isinstance(sink, ResendingSink) else None
         """The sink, where it forgets what it was sent: what is open is sent again, and it takes no digests."""
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -116,6 +119,7 @@ class SinkWorker:
         """Send what is due. Return the time of the next turn; None: when something new waits. Raises only what the
         outbox raises."""
         self._finish_unfinished()
+        self._take_handed()
         due = self._keep_alive(now)
         blocked = self._blocked(now)
         if blocked is not None:
@@ -129,6 +133,7 @@ class SinkWorker:
         batch = self._group(pending)
         self._bucket.take()
         self._send(batch, now)
+        due = self._keep_alive(now)  # What was sent just now may have to be repeated sooner than anything before.
         is_more = len(batch) < len(pending) or bool(self._failures)
         return _earlier(self._blocked(now) or now, due) if is_more else due
 
@@ -137,9 +142,13 @@ class SinkWorker:
         return max(self._outbox.num_waiting(topic(self.sink.name)) - len(self._unfinished), 0)
 
     def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Hand a sink that forgets what it had been sent before a restart; others need nothing."""
-        if self._resending is not None:
-            self._resending.restore([alert for alert in open_alerts if alert.sink == self.sink.name])
+        """Hand a sink that resends what is open in a run that is served from now on. Called from any thread."""
+        mine = [alert for alert in open_alerts if alert.sink == self.sink.name]
+        self._handed.put(lambda sink: sink.restore(mine))
+
+    def release(self, run: str) -> None:
+        """Have a sink that resends forget the alerts of a run that is served no more. Called from any thread."""
+        self._handed.put(lambda sink: sink.release(run))
 
     # Stages, in order.
 
@@ -257,6 +266,12 @@ class SinkWorker:
         finally:
             self.busy_since = None
 
+    def _take_handed(self) -> None:
+        while not self._handed.empty():
+            take = self._handed.get()
+            if self._resending is not None:
+                take(self._resending)
+
     def _keep_alive(self, now: float) -> float | None:
         if self._resending is None:
             return None
@@ -320,13 +335,23 @@ class Notifier:
         self._threads: list[threading.Thread] = []
         self._is_closing = False
 
-    def start(self, open_alerts: Sequence[Alert] = ()) -> None:
-        """Start the threads. open_alerts: what `report.alert.open_alerts` says is open, after a restart."""
-        for name, worker in self.workers.items():
-            worker.restore(open_alerts)
+    def start(self) -> None:
+        """Start the threads."""
+        for name in self.workers:
             thread = threading.Thread(target=self._run, args=(name,), name=f"sentinel-sink-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def restore(self, open_alerts: Sequence[Alert]) -> None:
+        """Say what is open in a run that is served from now on, as `report.alert.open_alerts` has it."""
+        for worker in self.workers.values():
+            worker.restore(open_alerts)
+        self.wake()
+
+    def release(self, run: str) -> None:
+        """Say that a run is served no more: what is open there is another daemon's to repeat."""
+        for worker in self.workers.values():
+            worker.release(run)
 
     def wake(self) -> None:
         """Say that something new waits; called after each commit that put rows into the outbox. Never blocks."""

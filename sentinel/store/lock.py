@@ -11,6 +11,15 @@ from sentinel.private_files import create_file, make_directory
 from sentinel.store.trouble import disk_trouble
 
 
+class LockHeld(StoreError):
+    """Another process has the lock."""
+
+    def __init__(self, message: str, holder: str) -> None:
+        """holder: that process, in the words that it wrote into the lock: `4711 on node7`."""
+        super().__init__(message)
+        self.holder = holder
+
+
 def holder(directory: Path) -> str | None:
     """Return the process that holds `<directory>/lock`, in the words that it wrote there; None: it is not held."""
     try:
@@ -30,7 +39,7 @@ class RunLock:
     """Holds `<directory>/lock` until closed; the kernel releases it when the process ends, however it ends."""
 
     def __init__(self, directory: Path, what: str) -> None:
-        """Take the lock, or raise StoreError naming the process that has it, or what the disk did.
+        """Take the lock, or raise LockHeld naming the process that has it, or StoreError saying what the disk did.
 
         what: the thing that is locked, for the message: `run /data/run1`.
         """
@@ -45,9 +54,10 @@ class RunLock:
         except OSError as error:
             holder = os.pread(self._fd, 256, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._fd)
-            raise StoreError(
+            raise LockHeld(
                 f"{what}: another daemon judges it (process {holder}, lock {self._path}); "
-                "stop that one first, or leave it to it"
+                "stop that one first, or leave it to it",
+                holder,
             ) from error
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)

@@ -35,8 +35,15 @@ class FakeSink:
 
 
 class FakeResendingSink(FakeSink):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.open_alerts = []
+
     def restore(self, open_alerts):
-        self.open_alerts = list(open_alerts)
+        self.open_alerts += open_alerts
+
+    def release(self, run):
+        self.open_alerts = [alert for alert in self.open_alerts if alert.incident.run != run]
 
     def keep_alive(self, now):
         return None, now + 60.0
@@ -297,13 +304,34 @@ def test_a_clock_set_back_does_not_silence_a_sink():
     assert bench.outcomes() == ["sent"]
 
 
-def test_standing_sinks_are_told_what_was_open():
+def test_sinks_that_resend_are_told_what_is_open_in_a_run_as_long_as_it_is_served():
     sink = FakeResendingSink()
     bench = Bench(sink)
 
-    bench.worker.restore(open_alerts([an_incident()], "fake", RouteConfig(), 1.0))
+    def open_after(tell):
+        tell()
+        bench.turn()
+        return [(alert.incident.run, alert.incident.id) for alert in sink.open_alerts]
 
-    assert [alert.incident.id for alert in sink.open_alerts] == ["i1"]
+    for run in ("r", "s"):
+        told = open_alerts([an_incident(run=run)], "fake", RouteConfig(), 1.0)
+        others = open_alerts([an_incident(run=run)], "other", RouteConfig(), 1.0)
+        found = open_after(lambda told=told, others=others: bench.worker.restore([*told, *others]))
+    assert found == [("r", "i1"), ("s", "i1")]
+    assert open_after(lambda: bench.worker.release("r")) == [("s", "i1")]
+    assert sink.received == [], "nobody hears of it as news"
+
+
+def test_what_was_sent_is_repeated_in_time_though_nothing_new_comes():
+    class Remembering(FakeResendingSink):
+        def keep_alive(self, now):
+            return None, now + 1.0 if self.received else None
+
+    bench = Bench(Remembering())
+    bench.outbox.add(alerts_for(None, an_incident(), ROUTES, 5.0))
+
+    assert bench.worker.turn(5.0) == 6.0
+    assert len(bench.sink.received) == 1
 
 
 def test_a_bucket_refills_at_its_rate():

@@ -135,7 +135,7 @@ def test_a_name_that_is_looked_up_for_ever_leaves_one_thread_and_sends_nothing_l
         monkeypatch.setattr(socket, "getaddrinfo", slow)
         first = poster.post(url, b"{}", {}, time.time())
         second = poster.post(url, b"{}", {}, time.time())
-        (late,) = [one for one in threading.enumerate() if one.name == "sentinel-post"]
+        (late,) = posting() - before
         is_found.set()
         late.join(60)
         silent = list(received)

@@ -187,7 +187,7 @@ def test_alertmanager_labels_hold_nothing_that_changes_by_itself():
 
 
 def test_alertmanager_hears_of_open_incidents_again_and_they_end_by_themselves():
-    sink, poster = alertmanager_sink(resend_interval_s=10.0)
+    sink, poster = alertmanager_sink(resend_interval_s=10.0, resolve_after_s=40.0)
     sink.deliver([an_alert("am")], now=1000.0)
 
     assert sink.keep_alive(1005.0) == (None, 1010.0)
@@ -195,6 +195,25 @@ def test_alertmanager_hears_of_open_incidents_again_and_they_end_by_themselves()
 
     assert (delivery.outcome, due) == ("sent", 1020.0)
     assert posted(poster)[0]["endsAt"] == "1970-01-01T00:17:30.000Z"
+
+
+def test_an_absence_of_the_daemon_resolves_nothing_for_a_day():
+    sink, poster = alertmanager_sink()
+
+    sink.deliver([an_alert("am")], now=1000.0)
+
+    assert posted(poster)[0]["endsAt"] == "1970-01-02T00:16:40.000Z"
+    with pytest.raises(ConfigError, match="resolve_after_s must be at least 4 times resend_interval_s \\(240\\), got 239"):
+        alertmanager_sink(resolve_after_s=239.0)
+
+
+def test_what_is_open_in_a_run_that_another_daemon_serves_is_not_sent_again():
+    sink, poster = alertmanager_sink()
+    sink.restore([an_alert("am")])
+
+    sink.release("r")
+
+    assert sink.keep_alive(1.0) == (None, None) and not poster.requests
 
 
 def test_alertmanager_is_told_of_the_end_and_then_no_more():

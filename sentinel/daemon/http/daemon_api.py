@@ -22,11 +22,13 @@ class DaemonApi(Protocol):
     """What can be asked of a daemon. Every method may be called from any thread and returns at once."""
 
     def health(self) -> dict[str, Any]:
-        """Return {"status": "ok" | "degraded" | "stopping" | "stuck", "problems": [...], "version": ...}."""
+        """Return {"status": "ok" | "degraded" | "standby" | "stopping" | "stuck", "problems": [...], "standby_of": [...],
+        "version": ...}. standby_of: the processes that serve runs in our place."""
         ...
 
     def is_ready(self) -> bool:
-        """Return whether rules are loaded and every run there was at the start has been read to its end once."""
+        """Return whether rules are loaded and every run there was at the start has been read to its end once; never of a
+        standby."""
         ...
 
     def runs(self) -> list[dict[str, Any]]:

@@ -43,9 +43,10 @@ def healthz(request: Request) -> Response:
 
 
 def readyz(request: Request) -> Response:
-    """Return whether all that there was at the start has been judged; 503 until then."""
-    is_ready = api_of(request).is_ready()
-    return plain({"ready": is_ready}, 200 if is_ready else 503)
+    """Return whether all that there was at the start has been judged; 503 until then, and while another daemon serves."""
+    api = api_of(request)
+    is_ready = api.is_ready()
+    return plain({"ready": is_ready, "standby_of": api.health()["standby_of"]}, 200 if is_ready else 503)
 
 
 def runs(request: Request) -> Response:

@@ -37,12 +37,18 @@ def render_page(runs: Iterable[Mapping[str, Any]], incidents: Iterable[Mapping[s
     """
     status = str(health.get("status", ""))
     problems = "".join(f"<li>{_text(problem)}</li>" for problem in health.get("problems", ()))
+    others = ", ".join(f"process {_text(one)}" for one in health.get("standby_of", ()))
+    standby = (
+        f'<p class="warning">Standby of {others}: runs that it serves are judged and shown there, and are taken over here '
+        "when it ends.</p>"
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Sentinel</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta http-equiv="refresh" content="5">'
         f"<style>{_STYLE}</style></head><body><h1>Sentinel</h1>"
         f'<p class="muted">version {_text(health.get("version", ""))}, '
         f'<span class="{"ok" if status == "ok" else "warning"}">{_text(status)}</span></p>'
+        + (standby if others else "")
         + (f'<ul class="warning">{problems}</ul>' if problems else "")
         + _incidents(list(incidents))
         + _runs(list(runs))

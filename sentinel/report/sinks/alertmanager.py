@@ -19,8 +19,8 @@ from sentinel.report.alert import Alert, RouteConfig, facts, headline, reports_e
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
-ENDS_AFTER_INTERVALS = 4
-"""An alert not sent again for this many intervals resolves itself; Alertmanager's own clients take 3 to 4."""
+LEAST_INTERVALS = 4
+"""An alert may be missed for so many intervals before it resolves itself; clients of Alertmanager take 3 to 4."""
 END_STANDS_S = 3600.0
 """Seconds after which the alert about how a run ended, which is sent once, resolves itself. Too small: an Alertmanager that
 waits for its group notifies nobody; too large: a run that is over stays on the list of alerts."""
@@ -51,7 +51,12 @@ class AlertmanagerConfig(
     """Incidents that are sent; by default every one from warning on."""
 
     resend_interval_s: float = 60.0
-    """Open incidents are sent again this often; one not sent for four intervals resolves itself."""
+    """Open incidents are sent again this often."""
+
+    resolve_after_s: float = 86400.0
+    """An open incident that was not sent again for so long resolves itself at Alertmanager, without our word. Longer than
+    any absence of the daemon: a shorter one calls an alarm off while nobody judges, and raises it again later. At least
+    four times `resend_interval_s`."""
 
     timeout_s: float = 10.0
     """Longest a whole request may take, from looking up the name to the last byte of the answer."""
@@ -62,6 +67,11 @@ class AlertmanagerConfig(
         if not 1.0 <= self.resend_interval_s <= 3600.0:
             raise ConfigError(
                 f"notify.sinks.{self.name}.resend_interval_s must be in [1, 3600], got {self.resend_interval_s}"
+            )
+        if not self.resolve_after_s >= LEAST_INTERVALS * self.resend_interval_s:
+            raise ConfigError(
+                f"notify.sinks.{self.name}.resolve_after_s must be at least {LEAST_INTERVALS} times resend_interval_s "
+                f"({LEAST_INTERVALS * self.resend_interval_s:g}), got {self.resolve_after_s:g}"
             )
         taken = RESERVED_LABELS.intersection(self.labels)
         if taken:
@@ -91,7 +101,7 @@ class AlertmanagerSink:
         bearer = read_secret(f"{path}.bearer", config.bearer_file, config.bearer_env, environ)
         self._headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         self._labels = dict(config.labels)
-        self._resend_interval_s = config.resend_interval_s
+        self._resend_interval_s, self._resolve_after_s = config.resend_interval_s, config.resolve_after_s
         self._external_url = external_url
         self._poster = poster
         self._open_alerts: dict[tuple[str, str], Alert] = {}
@@ -112,10 +122,14 @@ class AlertmanagerSink:
         return delivery
 
     def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Take the incidents that were open before a restart; they are sent again at once."""
+        """Take the incidents of a run that are open as this daemon begins to serve it; they are sent again at once."""
         for alert in open_alerts:
             self._open_alerts.setdefault((alert.incident.run, alert.incident.id), alert)
         self._next_resend = 0.0
+
+    def release(self, run: str) -> None:
+        """Send what is open in a run no more, without a word."""
+        self._open_alerts = {where: alert for where, alert in self._open_alerts.items() if where[0] != run}
 
     def keep_alive(self, now: float) -> tuple[Delivery | None, float | None]:
         """Send every open incident again when the interval has passed."""
@@ -146,7 +160,7 @@ class AlertmanagerSink:
             # Without this annotation an alert that resolves was not sent again for long: the daemon is silent.
             annotations["resolution"] = incident.state if alert.is_closed else "relabelled"
         starts = min(incident.time, now) if incident.time > 0 else now
-        stands_s = END_STANDS_S if alert.is_closed else ENDS_AFTER_INTERVALS * self._resend_interval_s
+        stands_s = END_STANDS_S if alert.is_closed else self._resolve_after_s
         ends = now if is_over else now + stands_s
         link = self._external_url.rstrip("/")
         return {

@@ -105,7 +105,11 @@ class ResendingSink(Protocol):
     """A sink that forgets what it is not sent again."""
 
     def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Take what it had been sent before a restart."""
+        """Take what a run had been sent of before this daemon served it, by this daemon or another; due at once."""
+        ...
+
+    def release(self, run: str) -> None:
+        """Forget the alerts of a run without a word: it is served no more by this daemon, and may be by another."""
         ...
 
     def keep_alive(self, now: float) -> tuple[Delivery | None, float | None]:

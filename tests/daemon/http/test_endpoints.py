@@ -36,7 +36,7 @@ class FakeApi:
         self.outcome = "ok"
 
     def health(self) -> dict[str, Any]:
-        return {"status": self.status, "problems": ["<b>rules</b>"], "version": "0"}
+        return {"status": self.status, "problems": ["<b>rules</b>"], "standby_of": ["<i>7</i> on a"], "version": "0"}
 
     def is_ready(self) -> bool:
         return self.status == "ok"
