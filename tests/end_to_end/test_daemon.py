@@ -184,16 +184,24 @@ def test_a_run_of_ours_that_others_may_write_is_taken_from_them_and_judged(
     assert daemon.get("/healthz")["status"] == "ok"
 
 
-def test_a_second_daemon_is_refused(tmp_path: Path, serve: Callable[..., Served]) -> None:
+def test_a_second_daemon_of_a_run_stands_by_and_one_that_is_owned_is_refused(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
     record(tmp_path / "run", 5)
     daemon = serve(tmp_path / "run")
     wait_for(lambda: daemon.judged("run") == 4, "the run")
 
-    second = subprocess.run([*cli(), "serve", str(tmp_path / "run"), "--no-http"], capture_output=True, text=True)
-
-    assert second.returncode == 1
-    assert f"process {str(holder(daemon.state)).split()[0]} on" in second.stderr
+    process = f"process {str(holder(daemon.state)).split()[0]} on"
+    owned = subprocess.run([*cli(), "serve", str(tmp_path / "run"), "--owned", "--no-http"], capture_output=True, text=True)
+    standby = serve(tmp_path / "run", "--no-http")
+    talk = iter(standby.process.stderr or ())
+    stands_by = next(line.decode() for line in talk if b"standby" in line)
     assert daemon.stop()[0] == 0
+    takes_over = next(line.decode() for line in talk if b"taken over" in line)
+
+    assert owned.returncode == 1 and process in owned.stderr
+    assert process in stands_by and process in takes_over and "taken over from" in takes_over
+    assert standby.stop()[0] == 0
 
 
 def test_people_are_told_once_across_restarts(tmp_path: Path, serve: Callable[..., Served]) -> None:
