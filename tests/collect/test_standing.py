@@ -26,6 +26,18 @@ def test_a_heartbeat_says_where_the_rank_stands(run: Path) -> None:
     assert inside.call_id > 0
 
 
+def test_gradients_of_this_rank_alone_are_of_the_backward(run: Path) -> None:
+    model = TinyModel()
+    config = {"kinds": ["wgrad_unreduced"], "black_box": False}
+    monitor = sentinel.attach(model, torch.optim.SGD(model.parameters(), 0.1), config)
+    loss_of(model, 0).backward()
+    behind = monitor.runner.position()
+    monitor.detach()
+
+    assert behind.call_id > 0 and behind.module
+    assert (behind.phase, behind.micro_step) == ("backward", -1)
+
+
 def test_activities_are_told_with_the_step_that_they_fell_in(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

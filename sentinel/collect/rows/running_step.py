@@ -21,10 +21,15 @@ from sentinel.collect.rows.scalars import Scalars, on_its_way, resolver
 from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.writing.handover import Handover
 from sentinel.collect.writing.step_batch import StepBatch
+from sentinel.kinds import KINDS, Phase
 from sentinel.messages import Bye, Descriptor, EndStep, Heartbeat
 from sentinel.record import ROW_DTYPE, Flag, Kind
 
 _NO_ROWS = np.empty(0, ROW_DTYPE)
+_PHASE_WORDS = {
+    Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.WGRAD_UNREDUCED: "backward", Phase.WGRAD: "backward",
+}  # fmt: skip
+"""What a heartbeat says of where the step stands; of the other phases nothing."""
 
 
 class RunningStep:
@@ -124,8 +129,7 @@ class RunningStep:
     def position(self, step: int, num_forwards: int) -> Heartbeat:
         """Return where this rank stands: what was observed last, and whether it waits. Asked by the writer thread."""
         entry = self.recording.at
-        kind = Kind(entry.kind) if entry is not None else None
-        phase = "" if kind is None else "backward" if kind in (Kind.DGRAD, Kind.DGRAD_IN, Kind.WGRAD) else "forward"
+        phase = _PHASE_WORDS.get(KINDS[Kind(entry.kind)].phase or Phase.FREE, "") if entry is not None else ""
         return Heartbeat(
             step=step,
             call_id=self.recording.call_id,
