@@ -32,6 +32,8 @@ from sentinel.run_name import folder_name
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths, further_runs
 
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+"""Exit codes of a command that never began, as shells, `env` and `timeout` give them."""
 POLL_S = 0.05
 START_S = 10.0
 """Seconds beside --drain-s in which a daemon that was just started comes up, and one that is done lets go of everything."""
@@ -81,14 +83,16 @@ def run(
     """Run COMMAND with a daemon beside it.
 
     The command gets SENTINEL_DIR and SENTINEL_RUN, its own stdin, stdout and stderr, and every signal sent to us. The exit
-    code is its own (128 + n for a signal) unless --fail-on says otherwise: how the run ended counts, and a command that
-    never attached is not clean. A daemon that dies is started again. One that
-    cannot start, or a directory that cannot be used, does not keep the command from running: it runs unwatched, and that is
-    said at once and at the end; with --fail-on the exit code is then 1, for nobody can say that the run was clean.
+    code is its own (128 + n for a signal; 127 where there is no such program, 126 where we may not run it) unless --fail-on
+    says otherwise: how the run ended counts, and a command that never attached is not clean. A daemon that dies is started
+    again. One that cannot start, or a directory that cannot be used, does not keep the command from running: it runs
+    unwatched, and that is said at once and at the end; with --fail-on the exit code is then 1, for nobody can say that the
+    run was clean.
     """
     home, name = runs_directory(directory), run_name(name)
     if shutil.which(command[0]) is None:
-        raise ConfigError(f'command "{command[0]}": expected a program that we may run, found none')
+        to_stderr(f'command "{command[0]}": expected a program that we may run, found none')
+        return NOT_EXECUTABLE if Path(command[0]).exists() and os.sep in command[0] else NOT_FOUND
     run_dir = home / folder_name(name)
     state = Path(state_dir).absolute() if state_dir else run_dir / ".daemon"
     arguments = [str(run_dir), "--owned", "--listen", listen, "--drain-s", f"{drain_s:g}"]
@@ -105,7 +109,11 @@ def run(
     # threads.
     problem = _prepare(run_dir)
     began, note = time.time(), CommandNote()
-    child = Child(command, {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name})
+    try:
+        child = Child(command, {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name})
+    except ConfigError as error:
+        to_stderr(str(error))
+        return NOT_EXECUTABLE
     try:
         companion = None
         if not problem:

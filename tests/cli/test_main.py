@@ -41,9 +41,25 @@ def test_bad_usage_is_2_and_said_on_stderr(arguments: list[str], capsys: pytest.
 def test_a_command_that_is_none_is_found_before_and_leaves_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_cli(["run", "--dir", str(tmp_path), "--", "no-such-program"]) == 2
+    assert run_cli(["run", "--dir", str(tmp_path), "--", "no-such-program"]) == 127
     assert capsys.readouterr().err.startswith("sentinel: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_never_began_ends_as_a_shell_would_end_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.txt").write_text("no program")
+    (tmp_path / "foreign").write_bytes(b"\x00no format that this machine runs")
+    (tmp_path / "foreign").chmod(0o700)
+
+    codes = {name: run_cli(["run", "--", name]) for name in ("no-such-command", "./no-such", "./plain.txt", "./foreign")}
+
+    assert codes == {"no-such-command": 127, "./no-such": 127, "./plain.txt": 126, "./foreign": 126}
+    said = capsys.readouterr().err.splitlines()
+    assert 'sentinel: command "no-such-command": expected a program that we may run, found none' in said
+    assert 'sentinel: command "./foreign": Exec format error' in said
 
 
 def test_a_disk_that_says_no_is_a_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
