@@ -206,7 +206,7 @@ class TritonKernel:
             parts = scratch[1]
         launcher(
             num_parts, stream, address, tensor.numel(), tiles_a_part, 0, num_parts, parts, stats.counters + 4 * row,
-            stats.stage + SLOT_BYTES * row, slot, stats.epoch, limit, checksum, 0,
+            stats.stage + SLOT_BYTES * row, slot, stats.epoch, limit, int(checksum), 0,
         )  # fmt: skip
         return True
 
