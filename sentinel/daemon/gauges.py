@@ -84,7 +84,7 @@ class RunGauges:
         self.metrics.anomalies = dict(self._anomalies)
 
     def _take_scalars(self, view: StepView) -> None:
-        self.metrics.scalars = {name: scalar.mean for name, scalar in view.scalars.items() if math.isfinite(scalar.mean)}
+        self.metrics.scalars = {name: scalar.mean for name, scalar in view.scalars.items()}
         for name, scalar in view.scalars.items():
             points = self._recent.get(name)
             if points is None:
@@ -107,9 +107,9 @@ class RunGauges:
                 NormAggregate(
                     pp_stage=stage,
                     kind=kind,
-                    min=float(values.min()) if len(values) else 0.0,
-                    mean=float(values.mean()) if len(values) else 0.0,
-                    max=float(values.max()) if len(values) else 0.0,
+                    min=float(values.min()) if len(values) else math.nan,
+                    mean=float(values.mean()) if len(values) else math.nan,
+                    max=float(values.max()) if len(values) else math.nan,
                     num_nan_total=num_nan,
                     num_inf_total=num_inf,
                 )
@@ -166,7 +166,7 @@ class RunGauges:
             for incarnation in follower.incarnations.values()
             if incarnation.descriptor is not None
         ]
-        metrics.ranks = {"expected": places[-1].world_size if places else 0, "live": 0, "late": len(self.late), "stale": 0}
+        metrics.num_ranks_expected = places[-1].world_size if places else 0
         metrics.num_frames = sum(incarnation.num_frames for incarnation in follower.incarnations.values())
         metrics.num_frames_duplicate = follower.num_duplicates
         metrics.num_frames_missing = follower.num_lost
@@ -188,7 +188,7 @@ def progress_of(metrics: RunMetrics) -> dict[str, Any]:
         "attempt": metrics.attempt,
         "newest_step": metrics.newest_step,
         "judged_step": metrics.judged_step,
-        "ranks": dict(metrics.ranks),
+        "ranks": {"expected": metrics.num_ranks_expected, **metrics.ranks},
         "scalars": dict(metrics.scalars),
         "step_time_s": metrics.step_time_s,
         "last_record_time": metrics.last_record_time,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -37,11 +38,19 @@ class RunStatus:
         self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
         self._published = gauges.metrics
 
-    def publish(self, stages: RunStages, now: float, num_live: int = 0) -> None:
-        """Have the newest gauges handed out. Called by the loop. now: seconds since the epoch."""
+    def publish(self, stages: RunStages, now: float, heard: Collection[int] = ()) -> None:
+        """Have the newest gauges handed out. Called by the loop.
+
+        now: seconds since the epoch. heard: ranks that write now.
+        """
         self._gauges.take_progress(stages.follower, stages.assembler)
         metrics, tracker, commanding = self._gauges.metrics, stages.watch.tracker, self._commanding
-        metrics.ranks = {**metrics.ranks, "live": num_live, "stale": len(stages.judge.stale_ranks)}
+        stale = stages.judge.stale_ranks.intersection(heard)
+        late = set(self._gauges.late).intersection(heard) - stale
+        metrics.ranks = {
+            "live": len(heard) - len(stale) - len(late), "late": len(late), "stale": len(stale),
+            "missing": max(metrics.num_ranks_expected - len(heard), 0),
+        }  # fmt: skip
         received_at = tracker.received_at()
         metrics.quietest_received_time = None if received_at is None else now - (tracker.now - received_at)
         metrics.commands = commanding.counts()

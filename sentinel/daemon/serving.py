@@ -297,7 +297,7 @@ class ServedRun:
         self.commanding.turn(
             ended, newest_step, self._gauges.metrics.step_time_s, now, attempt=live.attempt, in_use=live.in_use
         )
-        self.status.publish(self._stages, now, num_live=len(ended))
+        self.status.publish(self._stages, now, heard=ended)
 
 
 @contextlib.contextmanager

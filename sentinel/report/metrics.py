@@ -32,7 +32,7 @@ OTHER = "_other"
 """Label value that sums the counters which found no slot."""
 
 SEVERITIES: tuple[str, ...] = tuple(severity.value for severity in Severity)
-RANK_STATES: tuple[str, ...] = ("expected", "live", "late", "stale")
+RANK_STATES: tuple[str, ...] = ("live", "late", "stale", "missing")
 WEIGHT_STATES: tuple[str, ...] = ("compared", "unchecked")
 COMMAND_STATES: tuple[str, ...] = (
     "issued", "armed", "applied", "partial", "ended", "withdrawn", "refused", "expired", "dry_run",
@@ -75,11 +75,14 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     last_judged_time: float | None = None
     step_time_s: float | None = None
     scalars: Mapping[str, float] = {}
-    """Means over ranks of the newest judged step: loss, grad_norm, lr and whatever else is logged."""
+    """Means over ranks of the newest judged step, NaN and infinite ones too: loss, grad_norm, lr and what else is logged."""
     open_incidents: Mapping[str, int] = {}
     """Severity -> number."""
+    num_ranks_expected: int = 0
+    """Ranks of the run, as they say themselves."""
     ranks: Mapping[str, int] = {}
-    """`expected`, `live`, `late`, `stale` (silent, hung or gone, as a rule says) -> number."""
+    """State -> number of ranks; each rank is in one: `live`; `late` (the newest judged step was closed without it); `stale`
+    (it is heard, and a rule says that it stands still in its step); `missing` (not heard for half a minute, or gone)."""
     weights: Mapping[str, int] = {}
     """`compared`: weights of which several ranks hold copies, which must be the same; `unchecked`: those with one copy."""
     is_monitoring: bool = False
@@ -338,7 +341,10 @@ class MetricsCollector(Collector):
         incidents = GaugeMetricFamily(
             "sentinel_open_incidents", "Incidents that are open, by severity.", labels=["run", "severity"]
         )
-        ranks = GaugeMetricFamily("sentinel_ranks", "Ranks expected, live, late and stale.", labels=["run", "state"])
+        expected = GaugeMetricFamily("sentinel_expected_ranks", "Ranks of the run, as they say themselves.", labels=["run"])
+        ranks = GaugeMetricFamily(
+            "sentinel_ranks", "Ranks, each in one state: live, late, stale, missing.", labels=["run", "state"]
+        )
         weights = GaugeMetricFamily(
             "sentinel_weights", "Weights whose copies are compared, and weights that cannot be checked.",
             labels=["run", "state"],
@@ -359,6 +365,7 @@ class MetricsCollector(Collector):
         for run, _ in runs:
             for severity in SEVERITIES:
                 incidents.add_metric([run.run, severity], run.open_incidents.get(severity, 0))
+            expected.add_metric([run.run], run.num_ranks_expected)
             for state in RANK_STATES:
                 ranks.add_metric([run.run, state], run.ranks.get(state, 0))
             for state in WEIGHT_STATES:
@@ -371,7 +378,7 @@ class MetricsCollector(Collector):
                 edits.add_metric([run.run, outcome], run.config_edits.get(outcome, 0))
             for slot, score in enumerate(run.top_scores[:SCORE_SLOTS]):
                 scores.add_metric([run.run, str(slot)], score)
-        yield from (incidents, ranks, weights, faults, commands, edits, scores)
+        yield from (incidents, expected, ranks, weights, faults, commands, edits, scores)
 
     def _norms(self, runs: list[tuple[RunMetrics, _RunSlots]]) -> Iterator[Metric]:
         norms = GaugeMetricFamily(

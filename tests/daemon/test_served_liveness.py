@@ -226,6 +226,8 @@ def test_the_first_to_hang_is_named_and_the_others_wait(watched: Callable[..., W
         "rank 1 hangs: no progress for 30 s (limit 30 s); "
         "last seen in step 20, micro-step 1, forward of layers.1.mlp, call 12; ranks 0, 2, 3 wait"
     )
+    assert run.daemon is not None
+    assert run.daemon.status.metrics().ranks == {"live": 3, "late": 0, "stale": 1, "missing": 0}
 
     run.at = {}
     run.wait(2)
@@ -439,7 +441,7 @@ def test_a_run_that_is_over_and_still_there_pages_nobody(watched: Callable[..., 
     assert [(one.ranks, one.severity) for one in run.found] == [((0, 1, 2, 3), Severity.WARNING)]
 
 
-def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Callable[..., Watched]) -> None:
+def test_gauges_show_each_rank_in_one_state_and_when_the_quietest_was_heard(watched: Callable[..., Watched]) -> None:
     run = watched()
     run.train(5)
     run.wait(5)
@@ -450,8 +452,9 @@ def test_gauges_show_who_is_stale_and_when_the_quietest_was_heard(watched: Calla
     run.wait(60)
     after = run.daemon.status.metrics()
 
-    assert before.ranks["stale"] == 0
-    assert after.ranks["stale"] == 1
+    assert before.num_ranks_expected == after.num_ranks_expected == 4
+    assert before.ranks == {"live": 4, "late": 0, "stale": 0, "missing": 0}
+    assert after.ranks["missing"] == 1 and sum(after.ranks.values()) == 4
     assert before.quietest_received_time is not None and received - before.quietest_received_time <= 2.0
     assert after.quietest_received_time is not None and 0.0 <= received - after.quietest_received_time <= 2.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import shutil
@@ -28,6 +29,7 @@ from sentinel.judge.judge import Judge
 from sentinel.judge.replay import replay
 from sentinel.messages import Health
 from sentinel.report.files import AppendLog
+from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
@@ -86,6 +88,19 @@ def test_a_planted_nan_is_found_where_it_was_born(tmp_path: Path) -> None:
     incidents = [msgspec.json.decode(line, type=Incident) for line in result_bytes(tmp_path / "run")[1].splitlines()]
     assert (incidents[0].opened_step, incidents[0].severity) == (12, Severity.CRITICAL)
     assert "layers.2" in incidents[0].root_name
+
+
+def test_a_loss_that_is_nan_is_shown_as_nan(tmp_path: Path) -> None:
+    small_run(tmp_path / "run").plant(Nan(step=5, module="layers.2")).write(6)
+    run = served(tmp_path / "run")
+    catch_up(run)
+    metrics = run.status.metrics()
+    run.close()
+
+    assert math.isnan(metrics.scalars["loss"])
+    scrape = MetricsCollector(lambda: MetricsSnapshot(runs=(metrics,))).render()[0].decode()
+    assert 'sentinel_loss{run="run"} NaN' in scrape and 'sentinel_grad_norm{run="run"} NaN' in scrape
+    assert 'aggregate="max",kind="wgrad",pp_stage="1",run="run"} NaN' in scrape, "a norm of nothing but NaN is no 0"
 
 
 def test_each_decision_is_in_the_journal_before_its_step_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

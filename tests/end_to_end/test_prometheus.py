@@ -24,7 +24,7 @@ def a_run(**changes):
     return RunMetrics(
         run='a "run"', newest_step=12, judged_step=11, last_record_time=time.time(), last_judged_time=time.time(),
         step_time_s=0.5, scalars={"loss": math.nan, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096.0},
-        ranks={"expected": 4, "live": 4}, monitoring_acked_step=10, rules=("loss-spike", "nan"), top_scores=(2.0,),
+        num_ranks_expected=4, ranks={"live": 4}, monitoring_acked_step=10, rules=("loss-spike", "nan"), top_scores=(2.0,),
         norms=(NormAggregate(pp_stage=0, kind="wgrad", max=math.inf, num_nan_total=3),), health={"disk_full": 1},
         **changes,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def scrape(snapshot, collector=None):
 def a_full_run(name="run"):
     return RunMetrics(
         run=name, attempt=2, newest_step=12, judged_step=11, last_record_time=1e9, last_judged_time=1e9 + 1,
-        step_time_s=0.5, scalars={"loss": 2.5, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096.0}, ranks={"expected": 4},
+        step_time_s=0.5, scalars={"loss": 2.5, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096.0}, num_ranks_expected=4,
         is_monitoring=True, monitoring_acked_step=10, rules=("loss-spike",), top_scores=(2.0, 0.5),
         norms=(NormAggregate(pp_stage=0, kind="wgrad", min=0.1, mean=0.2, max=math.inf, num_nan_total=3),),
         anomalies={("loss-spike", "critical"): 2}, health={"disk_full": 1}, commands={"issued": 1},

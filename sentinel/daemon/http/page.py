@@ -104,7 +104,7 @@ def _runs(runs: list[Mapping[str, Any]]) -> str:
         rows.append(
             f"<tr><td>{_text(run.get('run', ''))}</td><td>{_text(run.get('attempt', ''))}</td>"
             f"<td>{_text(run.get('judged_step', ''))}</td>"
-            f"<td>{_text(ranks.get('live', 0))} of {_text(ranks.get('expected', 0))}"
+            f"<td>{_text(ranks.get('expected', 0) - ranks.get('missing', 0))} of {_text(ranks.get('expected', 0))}"
             + (f' <span class="warning">{_text(late)} late</span>' if late else "")
             + f"</td><td>{newest}</td><td>{_text(run.get('num_anomalies', 0))}</td></tr>"
         )
