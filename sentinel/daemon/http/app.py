@@ -53,6 +53,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
         exception_handlers=_HANDLERS,
     )
     app.state.api = api
+    app.router.redirect_slashes = False  # It would answer before the gate, with an address made of the Host header.
     return app
 
 

@@ -7,11 +7,15 @@ refused); Origin and Sec-Fetch-Site on every POST; bearer tokens for control alw
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.tokens import Scope, Tokens
+
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
+"""A Host header: a name or an address, and a port; nothing that another parser may read otherwise (`localhost:80@evil`)."""
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -51,11 +55,10 @@ class RequestGate:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        name = host.lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        elif name.count(":") <= 1:
-            name = name.partition(":")[0]
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = (found["address"] or found["name"]).lower()
         if name.rstrip(".") in self._names:
             return True
         if not self._is_wildcard:

@@ -125,9 +125,20 @@ def test_control_needs_the_control_token_even_on_loopback(api: FakeApi, path: st
     assert client.post(path, json=order, headers=CONTROL).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]:1"])
+@pytest.mark.parametrize("host", [
+    "evil.example", "evil.example:9464", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]:1", "localhost:80@evil.example",
+    "localhost:evil", "localhost:", "localhost/evil", "localhost#", "user@localhost", "[::1", "[::1]evil", "::1]",
+    "localhost:1:1",
+])  # fmt: skip
 def test_a_foreign_host_header_is_refused(api: FakeApi, host: str) -> None:
     assert client_of(api).get("/", headers={"Host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("path", ["/metrics/", "/api/v1/runs/", "/-/reload/"])
+def test_nothing_is_redirected(api: FakeApi, path: str) -> None:
+    for host in ("evil.example", "localhost"):
+        answer = client_of(api).get(path, headers={"Host": host}, follow_redirects=False)
+        assert answer.status_code == 404 and "location" not in answer.headers
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9464", "127.0.0.1:1", "[::1]:9464", "LOCALHOST"])
