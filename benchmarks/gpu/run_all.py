@@ -280,6 +280,7 @@ def run(part: Part, options: argparse.Namespace, machine: dict[str, Any]) -> str
         why = f"ended after {part.limit_s} s, its limit"
     except Stopped as signalled:
         end(process)
+        reader.join(DIES_S)  # What it said lies in the pipe still.
         record_failure(part, options, machine, f"stopped by {signalled}", list(lines), is_fault=False)
         raise
     end(process)
