@@ -21,6 +21,10 @@ from .ranks import EXAMPLE, ROOT
 TRAINER = Path(__file__).parent / "ending_trainer.py"
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
 
+PATIENT = 'export WORLD_SIZE=2; RANK=0 "$@" & RANK=1 "$@"; code=$?; wait; exit $code'
+"""A launcher that ends nobody: the other rank always has the time to notice that it lost one, which is all that a daemon
+finds on disk later. A launcher that sends SIGTERM at once may leave two ranks that are gone without a word."""
+
 
 def environment(folder: Path) -> dict[str, str]:
     return {
@@ -35,6 +39,8 @@ def command(mode: str, *, launcher: str = "forked", num_ranks: int = 2, restarts
         return [interpreter(), *trainer]
     if launcher == "forked":
         return [interpreter(), str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", *trainer]
+    if launcher == "patient":
+        return ["bash", "-c", PATIENT, "launcher", interpreter(), *trainer]
     return [
         interpreter(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
         "--max-restarts", str(restarts), *trainer,
@@ -107,9 +113,9 @@ def test_the_first_rank_to_go_is_told_once_and_the_run_is_over(tmp_path: Path, l
     assert "ended: rank 1" in done.stderr and "watched: " in done.stderr
 
 
-@pytest.mark.parametrize("mode", ["kill", "raise"])
-def test_an_end_that_is_found_later_is_told_once(tmp_path: Path, mode: str) -> None:
-    later(tmp_path, mode)
+@pytest.mark.parametrize(("launcher", "mode"), [("patient", "kill"), ("forked", "raise")])
+def test_an_end_that_is_found_later_is_told_once(tmp_path: Path, launcher: str, mode: str) -> None:
+    later(tmp_path, mode, launcher=launcher)
 
     (onset,) = ends(tmp_path)
     assert (onset.rank, onset.severity) == (1, Severity.CRITICAL)
