@@ -46,6 +46,7 @@ def test_a_command_that_is_none_is_found_before_and_leaves_no_run(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_command_that_never_began_ends_as_a_shell_would_end_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
