@@ -107,6 +107,8 @@ class Daemon:
         """Run -> the process that serves it, which this daemon stands by for."""
         self._announced: RunLock | None = None
         """Held while the page's address is where commands look for it."""
+        self._unannounced = ""
+        """Why it is not; empty: it is, or another daemon's is."""
         self._retry_at: dict[str, float] = {}
         self.api = ServedApi(self._packs, self._notifier, self._ask_reload)
         self._http: HttpServer | None = None
@@ -151,14 +153,27 @@ class Daemon:
         """Leave the page's address where commands look for it; a standby leaves that of the daemon that it stands by for."""
         if self._announced is not None or self._http is None or self._options.http is None:
             return
+        address = {"url": self._http.url, "host": self._options.http.host, "port": self._http.port}
         try:
-            self._announced = RunLock(self._state / "page", f"the page of {self._options.directory}")
+            lock = RunLock(self._state / "page", f"the page of {self._options.directory}")
         except LockHeld:
             return
-        write_whole(
-            self._state / "http.json",
-            json.dumps({"url": self._http.url, "host": self._options.http.host, "port": self._http.port}) + "\n",
-        )
+        except StoreError as error:
+            self._say_unannounced(str(error))
+            return
+        try:
+            write_whole(self._state / "http.json", json.dumps(address) + "\n")
+        except OSError as error:
+            lock.close()
+            self._say_unannounced(str(disk_trouble(self._state / "http.json", error)))
+            return
+        self._announced, self._unannounced = lock, ""
+
+    def _say_unannounced(self, why: str) -> None:
+        """Say once why commands do not find the page; judging goes on, and it is tried again."""
+        if why != self._unannounced:
+            self._unannounced = why
+            log.error("the page's address cannot be left where commands look for it: %s", why)
 
     def _bind(self) -> HttpServer | None:
         """Take the port; beside a command another one, or none, where that is taken: judging is worth more than the page."""
@@ -221,7 +236,10 @@ class Daemon:
         return has_moved
 
     def _discover(self, now: float) -> None:
-        for run_dir in self._found():
+        found = self._found()
+        names = {printable(run_dir.absolute().name) for run_dir in found}
+        self._held = {name: who for name, who in self._held.items() if name in names}
+        for run_dir in found:
             name = printable(run_dir.absolute().name)
             if name in self._runs or now < self._retry_at.get(name, 0.0):
                 continue

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import shutil
 import sqlite3
 import threading
 import urllib.request
@@ -23,6 +25,7 @@ from sentinel.daemon.http.daemon_api import Unavailable
 from sentinel.daemon.serving import ServedRun
 from sentinel.ingest import follow
 from sentinel.store.audit import Audit
+from sentinel.store.run_paths import write_whole
 from sentinel.testing import SyntheticRun
 
 from ..support.waiting import wait_for
@@ -161,6 +164,35 @@ def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeyp
         assert "disk is full" in one.api.health()["problems"][0]
         is_full = False
         wait_for(lambda: judged(one).get("run") == 2 and not one.api.health()["problems"])
+
+
+def test_a_second_daemon_stands_by_and_lives_through_a_full_disk_as_it_takes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(tmp_path / "run")
+    write_run(tmp_path / "other")
+    is_full = True
+
+    def write(path: Path, text: str) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_whole(path, text)
+
+    with daemon(tmp_path) as first, pytest.MonkeyPatch.context() as patch:
+        wait_for(lambda: judged(first).get("run") == 2 and judged(first).get("other") == 2)
+        with daemon(tmp_path) as second:
+            wait_for(lambda: second.api.health()["status"] == "standby")
+            assert (second.api.is_ready(), second.api.runs(), second.api.health()["problems"]) == (False, [], [])
+            shutil.move(tmp_path / "other", tmp_path.parent / f"{tmp_path.name}-gone")
+            wait_for(lambda: list(second._held) == ["run"])
+            address = url(tmp_path)
+            patch.setattr("sentinel.daemon.daemon.write_whole", write)
+            first.stop()
+            wait_for(lambda: judged(second).get("run") == 2 and second.api.is_ready())
+            wait_for(lambda: "cannot be left where commands look for it" in caplog.text)
+            is_full = False
+            wait_for(lambda: url(tmp_path) != address)
+            assert second.api.health()["standby_of"] == []
 
 
 def test_an_order_that_no_journal_takes_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
