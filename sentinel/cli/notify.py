@@ -27,7 +27,7 @@ def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
     """Send a test message to the configured sinks. Exit 1 when one of them did not take it."""
     from sentinel.daemon.config import load_config, placed
     from sentinel.exception_words import described
-    from sentinel.report.alert import sample_alert
+    from sentinel.report.message import sample_alert
     from sentinel.report.sinks.delivery import Delivery, checked
     from sentinel.report.sinks.sink_table import build_sink
 

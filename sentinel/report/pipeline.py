@@ -19,7 +19,8 @@ from queue import SimpleQueue
 import msgspec
 
 from sentinel.errors import MALFORMED
-from sentinel.report.alert import Alert, topic, worst_first
+from sentinel.report.alert import Alert, topic
+from sentinel.report.message import worst_first
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
 from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink, checked

@@ -3,7 +3,8 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
-from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, facts, headline, open_alerts
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, open_alerts
+from sentinel.report.message import facts, headline
 
 from ..support.anomalies import an_incident
 

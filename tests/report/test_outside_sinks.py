@@ -13,14 +13,15 @@ import pytest
 from sentinel.cli.main import CLEAN, FOUND, run_cli
 from sentinel.daemon.config import load_config
 from sentinel.errors import ConfigError
-from sentinel.report.alert import sample_alert
+from sentinel.report.message import sample_alert
 from sentinel.report.sinks.sink_table import build_sink, build_sinks
 
 pytestmark = pytest.mark.slow  # Packages of others are first imported by a process of their own.
 
 FILE_SINK = """
 import msgspec
-from sentinel.report.alert import RouteConfig, headline
+from sentinel.report.alert import RouteConfig
+from sentinel.report.message import headline
 from sentinel.report.sinks.delivery import SENT
 
 class FileConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,8 @@ import random
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.report.alert import RouteConfig, alerts_for, open_alerts, sample_alert
+from sentinel.report.alert import RouteConfig, alerts_for, open_alerts
+from sentinel.report.message import sample_alert
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket
 from sentinel.report.sinks.delivery import SENT, Delivery

@@ -15,7 +15,8 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
-from sentinel.report.alert import Alert, RouteConfig, facts, headline, reports_end
+from sentinel.report.alert import Alert, RouteConfig, reports_end
+from sentinel.report.message import facts, headline
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 

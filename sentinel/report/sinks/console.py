@@ -7,7 +7,8 @@ from typing import TextIO
 
 import msgspec
 
-from sentinel.report.alert import Alert, RouteConfig, facts, headline
+from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.message import facts, headline
 from sentinel.report.sinks.delivery import SENT, Delivery, SinkParts
 
 

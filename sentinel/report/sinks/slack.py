@@ -9,7 +9,8 @@ import msgspec
 
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
-from sentinel.report.alert import Alert, RouteConfig, facts, headline, worst_first
+from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.message import facts, headline, worst_first
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 

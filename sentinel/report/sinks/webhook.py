@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.report.alert import Alert, RouteConfig, headline, worst_first
+from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.message import headline, worst_first
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 

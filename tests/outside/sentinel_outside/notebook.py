@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.report.alert import Alert, RouteConfig, headline
+from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.message import headline
 from sentinel.report.sinks.delivery import SENT, Delivery, SinkParts
 
 
