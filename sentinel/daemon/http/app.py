@@ -14,23 +14,27 @@ from starlette.routing import Route
 
 from sentinel.daemon.http import endpoints
 from sentinel.daemon.http.daemon_api import DaemonApi, Unavailable, UnknownRun
-from sentinel.daemon.http.middleware import BodyAtHand, FailuresInWords, RequestGuard, SecurityHeaders
+from sentinel.daemon.http.middleware import AnswersAtOnce, BodyAtHand, FailuresInWords, RequestGuard, SecurityHeaders
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.responses import problem
 from sentinel.daemon.http.tokens import Scope
 from sentinel.daemon.series_api import Busy
 from sentinel.errors import SentinelError
 
+HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
+"""What is answered however much else is asked, in the loop of the server and not in its pool of threads."""
+
+Endpoint = Callable[[Request], Response] | Callable[[Request], Awaitable[Response]]
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
     """Return the ASGI application. api: whom endpoints ask. gate: whom they answer."""
 
-    def get(path: str, endpoint: Callable[[Request], Response], needed: Scope = Scope.READ) -> Route:
+    def get(path: str, endpoint: Endpoint, needed: Scope = Scope.READ) -> Route:
         return Route(path, endpoint, middleware=[Middleware(RequestGuard, gate, needed)])
 
-    def post(path: str, endpoint: Callable[[Request], Response]) -> Route:
+    def post(path: str, endpoint: Endpoint) -> Route:
         middleware = [Middleware(RequestGuard, gate, Scope.CONTROL), Middleware(BodyAtHand)]
         return Route(path, endpoint, methods=["POST"], middleware=middleware)
 
@@ -49,7 +53,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             post("/api/v1/control", endpoints.control),
             post("/-/reload", endpoints.reload),
         ],
-        middleware=[Middleware(SecurityHeaders), Middleware(FailuresInWords)],
+        middleware=[Middleware(SecurityHeaders), Middleware(AnswersAtOnce, HEALTH_PATHS), Middleware(FailuresInWords)],
         exception_handlers=_HANDLERS,
     )
     app.state.api = api

@@ -1,4 +1,7 @@
-"""One function an endpoint: reads the request, asks the daemon, and writes the answer. Starlette runs each in a thread."""
+"""One function an endpoint: reads the request, asks the daemon, and writes the answer.
+
+Starlette runs each in a thread of its pool; those of the health are coroutines, which a full pool does not delay.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,13 @@ def metrics(request: Request) -> Response:
     return Response(body, headers={"Content-Type": content_type})
 
 
-def healthz(request: Request) -> Response:
+async def healthz(request: Request) -> Response:
     """Return the health; 503 where the loop does not come round."""
     health = api_of(request).health()
     return plain(health, 503 if health["status"] == "stuck" else 200)
 
 
-def readyz(request: Request) -> Response:
+async def readyz(request: Request) -> Response:
     """Return whether all that there was at the start has been judged; 503 until then, and while another daemon serves."""
     api = api_of(request)
     is_ready = api.is_ready()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sentinel.daemon.http import tokens
@@ -15,6 +16,8 @@ from sentinel.daemon.http.responses import problem
 log = logging.getLogger("sentinel.http")
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_ANSWERS_AT_ONCE = 448
+"""Most requests that are being answered; below the connections of one peer, so that another one always comes in."""
 
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -43,8 +46,31 @@ class SecurityHeaders:
         await self._app(scope, receive, send_with_headers)
 
 
+class AnswersAtOnce:
+    """Answers 503 where `MAX_ANSWERS_AT_ONCE` are being answered; the paths `always` are answered all the same."""
+
+    def __init__(self, app: ASGIApp, always: Collection[str]) -> None:
+        self._app, self._always = app, always
+        self._num_answering = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in self._always:
+            await self._app(scope, receive, send)
+            return
+        if self._num_answering >= MAX_ANSWERS_AT_ONCE:
+            busy = problem(503, f"{MAX_ANSWERS_AT_ONCE} requests are being answered; try again in a second")
+            busy.headers["Retry-After"] = "1"
+            await busy(scope, receive, send)
+            return
+        self._num_answering += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_answering -= 1
+
+
 class FailuresInWords:
-    """Answers 500 where an endpoint failed as it never should; the log has where."""
+    """Answers 500 where an endpoint failed as it never should; the log has where. Nobody is told who left meanwhile."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,6 +78,8 @@ class FailuresInWords:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._app(scope, receive, send)
+        except ClientDisconnect:
+            log.debug("the other end left: %s %s", scope["method"], scope["path"])
         except Exception:
             log.exception("a request failed: %s %s", scope["method"], scope["path"])
             await problem(500, "the daemon failed to answer; its log says why")(scope, receive, send)
