@@ -19,6 +19,7 @@ from sentinel.file_keys import TRAINER
 from sentinel.kinds import MEASURED_KINDS, PARAMETER_KINDS
 from sentinel.known_words import near, nearest
 from sentinel.place import AXES
+from sentinel.rank_identity import MAX_LABELS, label_problem
 from sentinel.record import Kind
 from sentinel.target import Target
 from sentinel.typed_document import locate, parse_named, read_struct
@@ -209,6 +210,9 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Where runs lie; default $SENTINEL_DIR, else ./sentinel_runs."""
     run: str | None = None
     """The run's name; default $SENTINEL_RUN, else the launcher's id, else a name made by rank 0."""
+    labels: dict[str, str] = {}
+    """What the run is called by in messages, and what routes may ask for: `team: nlp`. At most 16, each value at most 256
+    characters; they take precedence over those of $SENTINEL_LABELS (`team=nlp,cluster=a`)."""
     blocks: tuple[str, ...] = ()
     """Globs of the repeated layers, where the structure does not show them."""
     zero_eps: float = 0.0
@@ -244,6 +248,11 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
         for at, command in enumerate(self.allow_commands):
             if command not in COMMANDS:
                 raise ConfigError(f"allow_commands[{at}]: unknown command {command!r}{near(command, COMMANDS)}")
+        if len(self.labels) > MAX_LABELS:
+            raise ConfigError(f"labels must be at most {MAX_LABELS}, got {len(self.labels)}")
+        for name, value in self.labels.items():
+            if why := label_problem(name, value):
+                raise ConfigError(f"labels: {why}")
         if self.at_step is not None and self.at_step < 0:
             raise ConfigError(f"at_step must be at least 0, got {self.at_step}")
         if not 0 <= self.zero_eps < float("inf"):

@@ -33,6 +33,8 @@ from sentinel.monitor_config import (
         ("spool:\n\n  file_bytes: 3\n", "f.yaml:3: spool.file_bytes must be at least 65536, got 3"),
         ("collect_times: 0\n", "f.yaml:1: collect_times must be at least 1, got 0; to measure nothing: enabled: false"),
         ("ranks: [0, -3]\n", "f.yaml:1: ranks[1] must be at least 0, got -3"),
+        ("run: a\nlabels: {1x: b}\n", "f.yaml:2: labels: expected a name of at most 63 letters, digits, '_', '.', '-'"),
+        ("labels: {team: 3}\n", "f.yaml:1: labels.team: expected text, got 3"),
         ("at_step: -1\n", "f.yaml:1: at_step must be at least 0, got -1"),
         ("kinds: [param]\nrun: a\nkinds: []\n", 'f.yaml:3: key "kinds" is there twice, first on line 1'),
         ("kinds: [param\n", "f.yaml:2: not YAML: expected"),
@@ -61,7 +63,7 @@ def test_a_fixed_key_cannot_change_and_is_named(key: str) -> None:
         "directory": "elsewhere", "run": "other", "blocks": "[a]", "zero_eps": "0.5", "checksum": "false",
         "allow_commands": "[]", "layer_offset": "3", "name_map": "{a: b}", "max_rows": "2048", "gradient_divisor": "1",
         "outside_probes": "[a]", "spool": "{max_bytes: 999999999}", "site_placements": "{a: {tp: shard}}",
-        "dump": "{kinds: [param]}", "struct": "true",
+        "dump": "{kinds: [param]}", "struct": "true", "labels": "{team: nlp}",
     }[key]  # fmt: skip
     text = f"# comment\n{key}: {other}\n".encode()
 

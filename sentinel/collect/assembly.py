@@ -26,6 +26,7 @@ from sentinel.collect.kernels import choose_kernel
 from sentinel.collect.lifecycle.memory import MemoryUse
 from sentinel.collect.lifecycle.session import MonitorSession
 from sentinel.collect.monitor import Monitor
+from sentinel.collect.own_identity import own_gpu, own_labels
 from sentinel.collect.parallel.locator import Locator
 from sentinel.collect.parallel.pipelining import PipelineWatch
 from sentinel.collect.parallel.rank_place import RankPlace
@@ -96,8 +97,9 @@ def assemble(
     )  # fmt: skip
     planning = Planning(plan, inbox, pacing, sites, recording, chunks, events, place)
     descriptor = RankDescriptor(
-        source, place, recording, chunks, plan, count, boundary=lambda: boundary.name, start=attempt.start
-    )
+        source, place, recording, chunks, plan, count, boundary=lambda: boundary.name, start=attempt.start,
+        identity=lambda: {**topology.environment.identity, **own_labels(config), **own_gpu(models, topology.environment)},
+    )  # fmt: skip
 
     # The step that runs, and what is watched in it.
     waits, memory = wait_clock(device, guard), MemoryUse(device)

@@ -56,6 +56,8 @@ def attach(
     environment = read_environment()
     if environment.is_disabled:
         return Unmeasured("SENTINEL_DISABLE is set", is_wanted=True)
+    for problem in environment.label_problems:
+        log.warning("sentinel: %s; it is left out", problem)
     models, names = listed(model)
     if first_step < 0:
         raise ConfigError(f"attach: first_step must be at least 0, got {first_step}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts
+from sentinel.report.alert_context import AlertContext
 from sentinel.store.journal import Journal
 
 MAX_INCIDENTS = 10_000
@@ -19,15 +20,21 @@ _INCIDENT = msgspec.json.Decoder(Incident)
 class IncidentAlerts:
     """Knows the newest revision of every open incident, as the journal has it."""
 
-    def __init__(self, journal: Journal, routes: Sequence[tuple[str, RouteConfig]]) -> None:
-        """routes: (sink, what it wants)."""
+    def __init__(
+        self,
+        journal: Journal,
+        routes: Sequence[tuple[str, RouteConfig]],
+        context_of: Callable[[Incident], AlertContext] = lambda incident: AlertContext(),
+    ) -> None:
+        """routes: (sink, what it wants). context_of: what messages say of an incident beside its judgement."""
         self._routes = routes
+        self._context_of = context_of
         incidents = map(_INCIDENT.decode, journal.found.newest_incidents(MAX_INCIDENTS))
         self._open = {incident.id: incident for incident in incidents if incident.state == "open"}
 
     def take(self, incident: Incident, now: float) -> list[Alert]:
         """Take in a new revision and return what is to be sent of it. now: seconds since the epoch."""
-        alerts = alerts_for(self._open.get(incident.id), incident, self._routes, now)
+        alerts = alerts_for(self._open.get(incident.id), incident, self._routes, now, self._context_of)
         if incident.state == "open":
             self._open[incident.id] = incident
         else:
@@ -36,4 +43,6 @@ class IncidentAlerts:
 
     def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]], now: float) -> list[Alert]:
         """Return the open incidents that each sink has been sent."""
-        return [alert for sink, route in routes for alert in open_alerts(self._open.values(), sink, route, now)]
+        return [
+            alert for sink, route in routes for alert in open_alerts(self._open.values(), sink, route, now, self._context_of)
+        ]

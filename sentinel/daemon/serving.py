@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.control.acts import ActInbox
+from sentinel.daemon.alert_contexts import AlertContexts
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
 from sentinel.daemon.config import DaemonConfig
@@ -79,7 +80,8 @@ class ServedRun:
                 self._packs = KeptPacks(self.journal, packs)
                 self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.newest.rules])
                 self._notices = RunNotices(self.name, self.journal)
-                self._alerts = IncidentAlerts(self.journal, config.notify.routes())
+                self._contexts = AlertContexts(self.journal, lambda: self._stages.follower.incarnations.values())
+                self._alerts = IncidentAlerts(self.journal, config.notify.routes(), self._contexts.of)
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)

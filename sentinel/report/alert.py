@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -10,6 +10,7 @@ from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import CLOSED_STATES, Incident
 from sentinel.known_words import near
+from sentinel.report.alert_context import AlertContext
 
 CHANGES: tuple[str, ...] = (
     "opened", "raised", "worse", "refined", "acknowledged", "reopened", "resolved", "settled", "ended", "closed", "merged",
@@ -33,6 +34,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     was_paged: bool = False
     created: float = 0.0
     """Seconds since the epoch of the judgement."""
+    context: AlertContext = AlertContext()
+    """What a message says of the incident beside its judgement."""
     repeated: bool = False
     """The sink may have received this before: a crash or a lost answer lies between two tries."""
 
@@ -125,14 +128,19 @@ def change_of(previous: Incident | None, current: Incident, route: RouteConfig) 
 
 
 def alerts_for(
-    previous: Incident | None, current: Incident, routes: Iterable[tuple[str, RouteConfig]], now: float
+    previous: Incident | None,
+    current: Incident,
+    routes: Iterable[tuple[str, RouteConfig]],
+    now: float,
+    context_of: Callable[[Incident], AlertContext] = lambda incident: AlertContext(),
 ) -> list[Alert]:
     """Return the alerts that a new revision of an incident is worth, in the order of `routes`.
 
     Pure: called while judging, so that the alerts are committed with the revision itself. routes: (sink's name, its
-    route). now: seconds since the epoch.
+    route). now: seconds since the epoch. context_of: returns what messages say beside the judgement; asked where one is
+    due.
     """
-    alerts = []
+    alerts: list[Alert] = []
     for sink, route in routes:
         change = change_of(previous, current, route)
         if change is None:
@@ -150,6 +158,7 @@ def alerts_for(
                 was_severity=previous.severity if was_received and previous is not None else None,
                 was_paged=was_paged,
                 created=now,
+                context=alerts[0].context if alerts else context_of(current),
             )
         )
     return alerts
@@ -160,12 +169,18 @@ def reports_end(incident: Incident) -> bool:
     return incident.state == "ended" and "RunEnded" in incident.detectors
 
 
-def open_alerts(incidents: Iterable[Incident], sink: str, route: RouteConfig, now: float) -> list[Alert]:
+def open_alerts(
+    incidents: Iterable[Incident],
+    sink: str,
+    route: RouteConfig,
+    now: float,
+    context_of: Callable[[Incident], AlertContext] = lambda incident: AlertContext(),
+) -> list[Alert]:
     """Return the open incidents that `sink` was notified of, as alerts: what a keep-alive repeats after a restart."""
     return [
         Alert(
             key=f"{sink}:{one.run}:{one.id}:{one.revision}", sink=sink, change="opened", incident=one,
-            was_severity=one.severity, was_paged=one.paged, created=now,
+            was_severity=one.severity, was_paged=one.paged, created=now, context=context_of(one),
         )
         for one in incidents
         if one.state not in CLOSED_STATES and route.matches(one)

@@ -82,6 +82,17 @@ class Found:
             ).fetchall()
         return [bytes(row[0]) for row in rows]
 
+    def incident_revisions(self, incident: str) -> list[bytes]:
+        """Return all revisions of an incident, oldest first."""
+        with self._file.mutex:
+            rows = self._file.db.execute("SELECT body FROM incidents WHERE id = ? ORDER BY position", (incident,)).fetchall()
+        return [bytes(row[0]) for row in rows]
+
+    def first_revision(self, incident: str) -> bytes | None:
+        """Return the revision with which an incident opened; None: none is committed."""
+        row = self._file.row("SELECT body FROM incidents WHERE id = ? ORDER BY position LIMIT 1", (incident,))
+        return None if row is None else bytes(row[0])
+
 
 def _known(table: str) -> str:
     assert table in ("anomalies", "incidents", "decisions"), table

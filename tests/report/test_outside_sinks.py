@@ -202,7 +202,7 @@ def test_what_is_built_and_is_no_sink_is_told_before_there_is_an_alert(
 @pytest.mark.parametrize(
     ("new", "says"),
     [
-        ("raise OSError('printer on fire')", "file: failed: OSError: printer on fire ({file}:26)"),
+        ("raise OSError('printer on fire')", "file: failed: OSError: printer on fire ({file}:27)"),
         (
             "return None",
             "file: failed: TypeError: deliver() gave NoneType, expected a sentinel.report.sinks.delivery.",

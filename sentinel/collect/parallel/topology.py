@@ -31,7 +31,7 @@ class Topology:
 
     def __init__(self, environment: Environment, given: Place | None, names: Sequence[str] = ()) -> None:
         """names: of the model that each module belongs to, as the user gave them; empty: none were given."""
-        self._environment = environment
+        self.environment = environment
         self._given = given
         self._names = tuple(names)
         self.stages: dict[int, Any] = {}
@@ -85,8 +85,8 @@ class Topology:
         if self._given is not None:
             return self._given
         if not (dist.is_available() and dist.is_initialized()):
-            world = max(1, self._environment.world_size or 1)
-            return Place(rank=min(self._environment.rank or 0, world - 1), world_size=world)
+            world = max(1, self.environment.world_size or 1)
+            return Place(rank=min(self.environment.rank or 0, world - 1), world_size=world)
         rank, world = dist.get_rank(), dist.get_world_size()
         vpp_size = max(Counter(self._names).values(), default=max(1, len(models)))
         megatron = _megatron_axes()

@@ -35,9 +35,10 @@ class RankDescriptor:
         *,
         boundary: Callable[[], str],
         start: str,
+        identity: Callable[[], Mapping[str, str]],
     ) -> None:
         """boundary: the name of the step boundary in use; start: by which the ranks of one start know one another, as in
-        `RankAttempt`.
+        `RankAttempt`; identity: what this process is called by, as entries of a descriptor's `environment`.
         """
         self._source = source
         self._place = place
@@ -47,6 +48,7 @@ class RankDescriptor:
         self._count = count
         self._boundary = boundary
         self._start = start
+        self._identity = identity
         self._resumed_step = -1
         """The step that a state of ours said comes next; -1: none was loaded."""
 
@@ -78,7 +80,7 @@ class RankDescriptor:
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
             **own_process().as_reported(), "torch": str(torch.__version__), "python": sys.version.split()[0],
-            "kernel": self._recording.kernel.name, "boundary": self._boundary(),
+            "kernel": self._recording.kernel.name, "boundary": self._boundary(), **self._identity(),
             **({START: self._start} if self._start else {}),
         }  # fmt: skip
         return Descriptor(

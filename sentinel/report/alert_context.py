@@ -1,0 +1,47 @@
+"""AlertContext: what a message says of an incident that judging it does not need: when it began, and on which machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from sentinel.incident import Incident
+from sentinel.rank_identity import RankIdentity
+
+MAX_RANKS = 4
+"""Ranks of an incident whose machines are named; a bound on the length of a message, which counts the others."""
+
+
+class AlertContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Committed with the alert, so that a message says what was known when it was due. Never part of the judgement."""
+
+    opened: float = 0.0
+    """Seconds since the epoch of the revision with which the incident opened; 0: not known."""
+    ranks: tuple[RankIdentity, ...] = ()
+    """The first of the incident's ranks; of an incident that names none, the first of its attempt."""
+    num_ranks: int = 0
+    """How many ranks the incident, or else its attempt, has."""
+    job: str = ""
+    """Id of the job, where all ranks of the attempt are of one."""
+    labels: dict[str, str] = {}
+    """Labels that all ranks of the attempt have."""
+
+
+def context_of(incident: Incident, identities: Mapping[int, RankIdentity], opened: float) -> AlertContext:
+    """Return the context of an incident. identities: rank -> where it runs, of the incident's attempt."""
+    known = list(identities.values())
+    jobs = {one.job for one in known}
+    own = [identities[rank] for rank in incident.ranks if rank in identities]
+    named = own if incident.ranks else [identities[rank] for rank in sorted(identities)]
+    common = dict(known[0].labels) if known else {}
+    for one in known[1:]:
+        common = {name: value for name, value in common.items() if one.labels.get(name) == value}
+    return AlertContext(
+        opened=opened,
+        # Labels are said once, for all of them.
+        ranks=tuple(msgspec.structs.replace(one, labels={}) for one in named[:MAX_RANKS]),
+        num_ranks=len(incident.ranks) or len(identities),
+        job=jobs.pop() if len(jobs) == 1 else "",
+        labels=common,
+    )
