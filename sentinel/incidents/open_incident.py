@@ -78,6 +78,12 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     """The diagnosis that revisions carry, which changes once another has held."""
     facts: tuple[str, ...] = ()
     """Evidence that stays whatever is suspected."""
+    unpublished: list[str] = []
+    """Ids of members that joined since its last revision."""
+    num_changes: int = 0
+    """Times that a step or a moment changed it."""
+    num_withheld: int = 0
+    """Those of them since its last revision."""
 
     @property
     def is_by_jump(self) -> bool:

@@ -19,6 +19,7 @@ from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.joining import Joining
 from sentinel.incidents.open_incident import OpenIncident, age, is_settled_end
 from sentinel.incidents.peers import IncidentConfig
+from sentinel.incidents.publishing import published
 from sentinel.incidents.tracker_state import MAX_CLOSED, TrackerState
 from sentinel.order.causal import sort_key
 from sentinel.run_end import RunEnd
@@ -166,7 +167,7 @@ class IncidentTracker:
         for one in closed:
             self._state.forget(one)
         revisions = [
-            _published(one, joined.get(one.incident.id, ()), before.get(one.incident.id), time)
+            published(one, joined.get(one.incident.id, ()), before.get(one.incident.id), time)
             for one in (*closed, *self._state.open)
         ]
         kept = [one for one in closed if one.incident.state != "merged"]
@@ -195,19 +196,6 @@ class IncidentTracker:
             one = min(of_step, key=age)
             one.revise(evidence=f"step {note.step}: {note.count} more anomalies were not written")
             one.incident = msgspec.structs.replace(one.incident, num_members=one.incident.num_members + note.count)
-
-
-def _published(one: OpenIncident, joined: Sequence[str], before: Incident | None, time: float) -> Incident | None:
-    """Return the revision that a step made of an incident; None: it changed nothing."""
-    if not joined and before == one.incident:
-        return None
-    one.incident = msgspec.structs.replace(
-        one.incident, revision=one.incident.revision + 1, members=tuple(joined), time=max(time, one.incident.time)
-    )
-    published = one.incident
-    # The next revision says what joined with it alone: to compare with, the members of this one are laid off.
-    one.incident = msgspec.structs.replace(one.incident, members=())
-    return published
 
 
 def _end_words(ended: RunEnd) -> str:
