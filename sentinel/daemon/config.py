@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from sentinel.control.policy import ControlConfig
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig
+from sentinel.report.heartbeat import HeartbeatConfig
 from sentinel.report.sinks.sink_table import NotifyConfig, outside_sinks
 from sentinel.typed_document import locate, named_document, read_struct
 
@@ -20,6 +22,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     judging: JudgingConfig = JudgingConfig()
     notify: NotifyConfig = NotifyConfig()
     control: ControlConfig = ControlConfig()
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
 
 
 def load_config(path: Path | None) -> DaemonConfig:
@@ -27,6 +30,11 @@ def load_config(path: Path | None) -> DaemonConfig:
     if path is None:
         return DaemonConfig()
     return read_struct(named_document(path), DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())
+
+
+def hash_of(config: DaemonConfig) -> str:
+    """Return 16 hexadecimal digits that are equal for configurations that say the same."""
+    return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()
 
 
 def placed(error: ConfigError, path: Path) -> ConfigError:

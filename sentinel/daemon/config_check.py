@@ -36,10 +36,15 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> ConfigFinding
     ConfigError, one `FILE:LINE: what` a line, where the file cannot be read as a configuration at all.
     """
     document = named_document(path)
-    notify = read_struct(document, DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks()).notify
+    config = read_struct(document, DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())
+    notify = config.notify
     wrong = [message for sink in notify.sinks for message in _unresolved(sink, notify, environ)]
     if notify.ca_file and not Path(notify.ca_file).is_file():
         wrong.append(f"notify.ca_file: {notify.ca_file}: expected a PEM file, found none")
+    try:
+        config.heartbeat.address(environ)
+    except ConfigError as error:
+        wrong.append(str(error))
     odd = [message for sink in notify.sinks for message in _warnings(sink)]
     if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:
         is_empty = not document.value["notify"].value

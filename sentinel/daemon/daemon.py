@@ -15,10 +15,11 @@ from typing import TextIO
 
 import msgspec
 
-from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.config import DaemonConfig, hash_of
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import load_tokens
+from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.outside_packages import OutsidePackages
 from sentinel.daemon.served_api import ServedApi
@@ -27,7 +28,9 @@ from sentinel.daemon.systemd import Systemd
 from sentinel.errors import ConfigError, SentinelError, StoreError
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.pipeline import Notifier, RetryPolicy
+from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.sink_table import build_sinks
 from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
@@ -110,7 +113,9 @@ class Daemon:
         self._unannounced = ""
         """Why it is not; empty: it is, or another daemon's is."""
         self._retry_at: dict[str, float] = {}
-        self.api = ServedApi(self._packs, self._notifier, self._ask_reload)
+        self._meters = DaemonMeters()
+        self.api = ServedApi(self._packs, self._notifier, self._ask_reload, self._meters, hash_of(options.config))
+        self.api.heartbeat = self._heartbeat(environ)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
 
@@ -143,11 +148,21 @@ class Daemon:
         if self._is_single and self._problems:
             raise StoreError(next(iter(self._problems.values())))
         self._notifier.start()
+        if self.api.heartbeat is not None:
+            self.api.heartbeat.start()
         self._http = self._bind()
         if self._http is not None:
             log.info("serving %s on %s", self._options.directory, self._http.url)
         self._announce()
         self._outside_packages.start()
+
+    def _heartbeat(self, environ: Mapping[str, str]) -> HeartbeatSender | None:
+        config, notify = self._options.config.heartbeat, self._options.config.notify
+        url = config.address(environ)
+        if not url:
+            return None
+        poster = HttpPoster(timeout_s=config.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file, method=config.method)
+        return HeartbeatSender(url, config.interval_s, poster, self.api.is_at_work)
 
     def _announce(self) -> None:
         """Leave the page's address where commands look for it; a standby leaves that of the daemon that it stands by for."""
@@ -201,6 +216,7 @@ class Daemon:
             if begun >= next_discovery:
                 next_discovery = begun + DISCOVER_S
                 self._discover(time.time())
+                self._meters.look_at_disks({"state": self._state, "runs": self._options.directory})
                 self._is_stopping = self._is_stopping or self._is_orphaned()
             if self._wants_reload or begun >= next_check:
                 next_check = begun + RELOAD_CHECK_S
@@ -249,7 +265,7 @@ class Daemon:
                     if one.exists():
                         _make_ours(one)
                 paths = RunPaths.of(run_dir, self._options.state_dir)
-                run = ServedRun(paths, self._options.config, self._packs)
+                run = ServedRun(paths, self._options.config, self._packs, self._meters)
             except Exception as error:
                 if isinstance(error, LockHeld) and not self._options.is_owned:
                     self._stand_by(name, error.holder)
@@ -354,6 +370,8 @@ class Daemon:
         if self._announced is not None:
             (self._state / "http.json").unlink(missing_ok=True)
             self._announced.close()
+        if self.api.heartbeat is not None:
+            self.api.heartbeat.close()
         self._notifier.close()
         self._outside_packages.close()
         for run in self._runs.values():

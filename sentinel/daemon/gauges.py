@@ -166,6 +166,7 @@ class RunGauges:
             for incarnation in follower.incarnations.values()
             if incarnation.descriptor is not None
         ]
+        self._take_place(follower)
         metrics.num_ranks_expected = places[-1].world_size if places else 0
         metrics.num_frames = sum(incarnation.num_frames for incarnation in follower.incarnations.values())
         metrics.num_frames_duplicate = follower.num_duplicates
@@ -176,6 +177,17 @@ class RunGauges:
             "torn": follower.num_torn, "corrupt": follower.num_corrupt + follower.num_undecodable,
             "foreign": follower.num_foreign,
         }  # fmt: skip
+
+    def _take_place(self, follower: RunFollower) -> None:
+        """Say where the run trains: of the lowest rank that writes, the newest of its processes."""
+        described = [one for one in follower.incarnations.values() if one.descriptor is not None]
+        if not described:
+            return
+        lowest = min(described, key=lambda one: (one.rank, -one.last_wall_ns))
+        assert lowest.descriptor is not None
+        said, metrics = lowest.descriptor.environment, self.metrics
+        metrics.host, metrics.job_id = said.get("host", ""), said.get("job_id", "")
+        metrics.device, metrics.torch = said.get("device", ""), said.get("torch", "")
 
     def recent(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
         """Return (scalar, [(attempt, step, value)]) oldest first; of all scalars when `name` is None."""

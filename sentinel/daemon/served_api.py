@@ -12,12 +12,15 @@ import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.http.daemon_api import Unavailable, UnknownRun
+from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
 from sentinel.judge.packs import RulePacks
-from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
+from sentinel.report.heartbeat import HeartbeatSender
+from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
 from sentinel.report.pipeline import Notifier
+from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.version import VERSION
 
 STUCK_AFTER_S = 30.0
@@ -29,8 +32,20 @@ RELOAD_WAIT_S = 10.0
 class ServedApi:
     """The `DaemonApi` of HTTP over the runs that are served. The loop calls `publish`; any thread calls the rest."""
 
-    def __init__(self, packs: RulePacks, notifier: Notifier, ask_reload: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        packs: RulePacks,
+        notifier: Notifier,
+        ask_reload: Callable[[], None],
+        meters: DaemonMeters | None = None,
+        config_hash: str = "",
+    ) -> None:
+        """config_hash: of the daemon's configuration, hexadecimal."""
         self.is_stopping = False
+        self.heartbeat: HeartbeatSender | None = None
+        """None: none is configured."""
+        self._meters = meters or DaemonMeters()
+        self._config_hash = config_hash
         self._packs = packs
         self._notifier = notifier
         self._ask_reload = ask_reload
@@ -72,13 +87,14 @@ class ServedApi:
         if self._packs.problem:
             problems.append(f"rules: the former ones are in use: {self._packs.problem}")
         problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifier.problems().items())]
+        if self.heartbeat is not None and self.heartbeat.problem:
+            problems.append(f"heartbeat: {self.heartbeat.problem}")
         problems += [
             f"run {name}: {problem}" for name, run in sorted(self._runs.items()) for problem in run.status.problems()
         ]
-        age = time.monotonic() - self._alive_at
-        if age > STUCK_AFTER_S:
+        if self._is_stuck:
             status = "stuck"
-            problems.insert(0, f"the loop has not come round for {age:.0f} s")
+            problems.insert(0, f"the loop has not come round for {time.monotonic() - self._alive_at:.0f} s")
         elif self.is_stopping:
             status = "stopping"
         elif self._is_standby:
@@ -97,6 +113,14 @@ class ServedApi:
     def is_ready(self) -> bool:
         """Return whether everything there was at the start has been judged, nothing stops, and this is no standby."""
         return self._is_ready and not self.is_stopping
+
+    def is_at_work(self) -> bool:
+        """Return whether runs are served or may be: the loop comes round, and no other daemon serves them."""
+        return not self._is_stuck and not self._is_standby and not self.is_stopping
+
+    @property
+    def _is_stuck(self) -> bool:
+        return time.monotonic() - self._alive_at > STUCK_AFTER_S
 
     @property
     def _is_standby(self) -> bool:
@@ -188,15 +212,30 @@ class ServedApi:
         return [self._runs[run]]
 
     def _snapshot(self) -> MetricsSnapshot:
+        workers, packs, beat = self._notifier.workers, self._packs, self.heartbeat
+        stages = self._meters.stages.read()
+        stages["notify"] = (
+            sum(worker.sending_s for worker in workers.values()), sum(worker.num_requests for worker in workers.values())
+        )  # fmt: skip
         return MetricsSnapshot(
             runs=tuple(run.status.metrics() for run in self._runs.values()),
-            sinks=tuple(self._notifier.workers),
+            start_time=self._started,
+            is_standby=self._is_standby,
+            num_problems=len(self.health()["problems"]),
+            sinks=tuple(workers),
             notifications=self._notifier.counts(),
             notifications_pending=self._notifier.pending(),
-            reloads=self._packs.counts,
-            last_reload_time=self._packs.loaded_at,
-            is_last_reload_ok=not self._packs.problem,
-            start_time=self._started,
+            keep_alives={name: worker.num_keep_alives for name, worker in workers.items()},
+            delivery_latency={name: worker.latency.read() for name, worker in workers.items()},
+            reloads={("rules", outcome): packs.counts[outcome] for outcome in RELOAD_OUTCOMES},
+            reload_times={"rules": packs.loaded_at or self._started, "config": self._started},
+            reload_failures=frozenset(["rules"] if packs.problem else []),
+            config_hashes={"rules": packs.pack_hash, **({"config": self._config_hash} if self._config_hash else {})},
+            stages=stages,
+            judge_lag=self._meters.judge_lag.read(),
+            disks=self._meters.disks,
+            heartbeats=None if beat is None else dict(beat.counts),
+            heartbeat_time=None if beat is None else beat.last_taken,
         )
 
 

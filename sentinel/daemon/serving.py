@@ -29,6 +29,7 @@ from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.live_ranks import LiveRanks
+from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_status import RunStatus
@@ -60,7 +61,9 @@ too large: ended runs hold up to 16 MiB each."""
 class ServedRun:
     """Owned by the loop; what other threads read is replaced, never changed. SentinelError when it cannot be served."""
 
-    def __init__(self, paths: RunPaths, config: DaemonConfig, packs: RulePacks) -> None:
+    def __init__(self, paths: RunPaths, config: DaemonConfig, packs: RulePacks, meters: DaemonMeters | None = None) -> None:
+        """meters: of the daemon that serves it; None: its work is not measured."""
+        self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
         self.last_received = time.time()
@@ -206,7 +209,9 @@ class ServedRun:
         follower, assembler, watch = self._stages.follower, self._stages.assembler, self._stages.watch
         # A step that a newer attempt begins with makes nobody of the older one late, hence -1.
         attempt, settled_step = assembler.attempt, assembler.newest_step
-        has_moved = self._receive(follower.poll(), now)
+        with self._meters.stages.measure("follow"):
+            records = follower.poll()
+        has_moved = self._receive(records, now)
         if assembler.attempt != attempt:
             settled_step = -1
         decided = assembler.close(
@@ -224,7 +229,9 @@ class ServedRun:
         for record in records:
             if isinstance(record.message, Ack):
                 self.commanding.acknowledge(record.incarnation.rank, record.message, now)
-        self._stages.assembler.take(records, mono)
+        with self._meters.stages.measure("assemble"):
+            self._stages.assembler.take(records, mono)
+        self._meters.stages.add("follow", 0.0, len(records))
         self._stages.watch.tracker.receive(records)
         return True
 
@@ -255,12 +262,15 @@ class ServedRun:
         begun = time.monotonic()
         newest: StepView | None = None
         has_any = False
-        for one in decided:
+        stages, ended = self._meters.stages, list[float]()
+        for one in stages.each("assemble", decided):
             has_any = True
             decision = one if isinstance(one, Tick) else one.decision
             assert decision is not None
-            is_new = self._commits.begin(decision)
-            judgement = self._stages.judged(one, decision.pack_hash)
+            with stages.measure("commit"):
+                is_new = self._commits.begin(decision)
+            with stages.measure("judge", 1):
+                judgement = self._stages.judged(one, decision.pack_hash)
             if isinstance(one, Tick):
                 self._gauges.take_anomalies(judgement.anomalies if is_new else ())
             else:
@@ -268,10 +278,15 @@ class ServedRun:
                 self._gauges.take_step(one, judgement.anomalies, is_new=is_new)
                 self.recent.add(one)
                 self._notices.take_step(one)
+                if is_new and one.parts:
+                    ended.append(max(part.time for part in one.parts))
             if is_new:
-                self._commits.add(judgement, self._stages)
+                with stages.measure("commit", 1):
+                    self._commits.add(judgement, self._stages)
         if has_any:
-            self._commits.flush(self._stages)
+            with stages.measure("commit"):
+                self._commits.flush(self._stages)
+            self._meters.take_judged(ended, time.time())
             self._take_stock(newest)
             self._gauges.metrics.judging_s += time.monotonic() - begun
         return has_any

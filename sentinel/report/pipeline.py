@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -20,6 +21,7 @@ import msgspec
 
 from sentinel.errors import MALFORMED
 from sentinel.report.alert import Alert, topic
+from sentinel.report.durations import DurationCounts
 from sentinel.report.message import worst_first
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
@@ -35,6 +37,9 @@ server refuses them (Slack allows short bursts of one a second)."""
 
 STUCK_AFTER_S = 60.0
 """Seconds after which a delivery under way is a problem of its sink: requests over HTTP are cut off long before."""
+
+LATENCY_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0)
+"""Buckets of what passes between a judgement and a sink's answer: a quarter of a second is meant, an outage takes longer."""
 
 ALONE_AFTER = 3
 """Failures after which a message is sent by itself. Too small: one outage breaks digests up; too large: a message that the
@@ -101,12 +106,21 @@ class SinkWorker:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.problem = ""
         """Why the last request failed; empty after one that did not."""
+        self.latency = DurationCounts(LATENCY_BOUNDS_S)
+        """From the judgement of an alert to the sink's answer that it has it."""
+        self.num_keep_alives = 0
+        """Times that open incidents were sent again."""
+        self.sending_s = 0.0
+        """Seconds spent in requests, answered or not."""
+        self.num_requests = 0
         self.busy_since: float | None = None
         """When the delivery under way began, seconds since the epoch; None: there is none."""
         self._outbox = outbox
         self._policy = policy
         self._bucket = TokenBucket(rate_per_s)
         self._rng = rng
+        self._took_s = 0.0
+        """Seconds that the newest request took."""
         self._num_failures_in_a_row = 0
         self._blocked_until = 0.0
         self._blocked_at = 0.0
@@ -230,6 +244,7 @@ class SinkWorker:
             self.problem = ""
             self._num_failures_in_a_row = 0
             for one in batch:
+                self.latency.observe(now + self._took_s - one.alert.created)
                 is_digest = len(batch) > 1 and self._resending is None
                 outcome = "repeated" if one.is_maybe_received else "digested" if is_digest else "sent"
                 self._failures.pop(one.positions[0], None)
@@ -259,6 +274,7 @@ class SinkWorker:
 
     def _deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         self.busy_since = now
+        begun = time.monotonic()
         try:
             return checked(self.sink.deliver(alerts, now))
         except Exception as error:  # A sink of somebody else's must not end the thread, nor lose its alerts.
@@ -266,6 +282,9 @@ class SinkWorker:
             return Delivery(outcome="retry", detail=f"{type(error).__name__}", is_unknown=True)
         finally:
             self.busy_since = None
+            self._took_s = time.monotonic() - begun
+            self.sending_s += self._took_s
+            self.num_requests += 1
 
     def _take_handed(self) -> None:
         while not self._handed.empty():
@@ -279,6 +298,7 @@ class SinkWorker:
         delivery, due = self._resending.keep_alive(now)
         if delivery is not None and delivery.outcome == "sent":
             self.problem = ""
+            self.num_keep_alives += 1
         elif delivery is not None:
             self.problem = delivery.detail
             self.counts["retried"] += 1

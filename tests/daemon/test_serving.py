@@ -29,7 +29,8 @@ from sentinel.judge.judge import Judge
 from sentinel.judge.replay import replay
 from sentinel.messages import Health
 from sentinel.report.files import AppendLog
-from sentinel.report.metrics import MetricsCollector, MetricsSnapshot
+from sentinel.report.metrics import MetricsSnapshot
+from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun

@@ -156,7 +156,7 @@ def test_rules_are_read_again_and_broken_ones_are_not_used(tmp_path: Path, serve
     assert "rules.yaml" in body["problem"]
     health = daemon.get("/healthz")
     assert (health["status"], health["pack_hash"]) == ("degraded", before)
-    assert "sentinel_last_reload_successful 0.0" in daemon.get("/metrics")
+    assert 'sentinel_last_reload_successful{what="rules"} 0.0' in daemon.get("/metrics")
 
     rules.write_text(RULES.format(severity="critical"))
     wait_for(lambda: daemon.get("/healthz")["pack_hash"] != before, "the change to be seen")

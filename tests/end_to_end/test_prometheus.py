@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.report.metrics import MetricsCollector, MetricsSnapshot, NormAggregate, RunMetrics
+from sentinel.report.metrics import MetricsSnapshot, NormAggregate, RunMetrics
+from sentinel.report.prometheus_page import MetricsCollector
 
 from ..support.servers import Receiver, get_json, need, prometheus
+from ..support.snapshots import full_snapshot
 from ..support.waiting import wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -39,7 +41,7 @@ def run_tool(*arguments, stdin=b"", cwd=None):
 def test_promtool_finds_nothing_to_complain_about(num_runs):
     need("promtool")
     runs = tuple(a_run() for _ in range(min(num_runs, 1))) + tuple(RunMetrics(run=f"r{n}") for n in range(1, num_runs))
-    snapshot = MetricsSnapshot(runs=runs, sinks=("slack",), start_time=1.0, last_reload_time=1.0)
+    snapshot = full_snapshot(runs)
     body, _ = MetricsCollector(lambda: snapshot).render()
 
     assert run_tool("promtool", "check", "metrics", stdin=body) == (0, "")
@@ -88,7 +90,7 @@ def test_only_what_pages_is_routed_to_the_pager(labels, receiver):
 def test_every_metric_in_the_shipped_rules_exists():
     names = {
         line.split()[2]
-        for line in MetricsCollector(lambda: MetricsSnapshot(runs=(a_run(),), start_time=1.0, last_reload_time=1.0))
+        for line in MetricsCollector(lambda: full_snapshot((a_run(),)))
         .render()[0].decode().splitlines()
         if line.startswith("# TYPE")
     }  # fmt: skip
@@ -125,7 +127,9 @@ def test_a_real_prometheus_scrapes_and_fires(tmp_path):
         assert query("up")[0][1] == "1"
         wait_for(lambda: firing() == set())
         # From zero on, so that `increase` sees the very first one.
-        snapshots.append(MetricsSnapshot(runs=(a_run(num_rows_dropped=5),), sinks=("slack",), is_last_reload_ok=False))
+        snapshots.append(
+            MetricsSnapshot(runs=(a_run(num_rows_dropped=5),), sinks=("slack",), reload_failures=frozenset(["rules"]))
+        )
         wait_for(lambda: {"SentinelBlind", "SentinelReloadFailed"} <= firing())
         num_series = int(query('count({job="sentinel", run!=""})')[0][1])
         targets = get_json(f"{url}/api/v1/targets")["data"]["activeTargets"]

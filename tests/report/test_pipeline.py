@@ -94,6 +94,21 @@ def test_an_alert_is_sent_once():
     assert bench.worker.num_waiting() == 0
 
 
+def test_latency_is_counted_from_the_judgement_to_the_answer_that_the_sink_has_it():
+    bench = Bench(FakeSink([LATER]))
+    bench.add(None, an_incident())
+    bench.now += 40.0
+
+    bench.turn()
+    failed = bench.worker.latency.read()
+    bench.run()
+
+    found = bench.worker.latency.read()
+    assert failed.cumulative[-1] == 0
+    assert found.cumulative[-1] == 1 and 41.0 <= found.sum_s < 60.0
+    assert bench.worker.num_requests == 2 and bench.worker.sending_s >= 0
+
+
 def test_failures_are_retried_with_growing_waits_and_counted():
     bench = Bench(FakeSink([LATER, LATER, LATER]))
     bench.add(None, an_incident())

@@ -159,7 +159,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(200, {"Content-Type": content_type}, body)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
         self.server.received.append((dict(self.headers), body))
         answer = self.server.answers.pop(0) if self.server.answers else (200, {})
         if answer == "hang up":

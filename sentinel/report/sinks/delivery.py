@@ -126,7 +126,7 @@ class Poster(Protocol):
 
 
 class HttpPoster:
-    """POST over requests: bounded in time as a whole, in what it reads, and without redirects.
+    """POST (or another method) over requests: bounded in time as a whole, in what it reads, and without redirects.
 
     timeout_s: for all of a request: the name's lookup, the connection, TLS, and every byte of the answer. Each request is
     made by a thread of its own, which is cut off then; one that even so does not end (a name is being looked up) is left
@@ -136,7 +136,8 @@ class HttpPoster:
     names one.
     """
 
-    def __init__(self, *, timeout_s: float = 10.0, proxy: str = "", ca_file: str = "") -> None:
+    def __init__(self, *, timeout_s: float = 10.0, proxy: str = "", ca_file: str = "", method: str = "POST") -> None:
+        self._method = method
         self._timeout_s = timeout_s
         self._connect_timeout_s = min(timeout_s, 5.0)
         self._proxies = {"http": proxy, "https": proxy} if proxy else {}
@@ -191,7 +192,8 @@ class HttpPoster:
     ) -> Delivery:
         where = host_of(url)
         try:
-            with session.post(
+            with session.request(
+                self._method,
                 url,
                 data=body,
                 headers={"Content-Type": "application/json", "User-Agent": "sentinel", **headers},

@@ -1,0 +1,40 @@
+"""What a daemon shows at a scrape, with everything that there may be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from sentinel.report.durations import DurationCounts
+from sentinel.report.metrics import MetricsSnapshot, NormAggregate, RunMetrics
+
+
+def full_run(name: str = "run", **changes: Any) -> RunMetrics:
+    """Return a run of which everything is known. changes: fields that are otherwise."""
+    full = RunMetrics(
+        run=name, host="node7", job_id="4711", device="H200", torch="2.9",
+        attempt=2, newest_step=12, judged_step=11, last_record_time=1e9, last_judged_time=1e9 + 1,
+        quietest_received_time=1e9, step_time_s=0.5, scalars={"loss": 2.5, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096.0},
+        num_ranks_expected=4, ranks={"live": 4}, is_monitoring=True, monitoring_acked_step=10, rules=("loss-spike",),
+        norms=(NormAggregate(pp_stage=0, kind="wgrad", min=0.1, mean=0.2, max=math.inf, num_nan_total=3),),
+        top_scores=(2.0, 0.5), anomalies={("loss-spike", "critical"): 2}, health={"disk_full": 1, "unsupported": 7},
+        commands={"issued": 1}, spool_seconds_left=9.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(full, **changes)
+
+
+def full_snapshot(runs: tuple[RunMetrics, ...], num_sinks: int = 1, **changes: Any) -> MetricsSnapshot:
+    """Return what a daemon says of which everything is configured."""
+    sinks = tuple(f"sink-{number}" for number in range(num_sinks))
+    latency = DurationCounts((0.25, 1.0))
+    latency.observe(0.3)
+    full = MetricsSnapshot(
+        runs=runs, sinks=sinks, start_time=1.0, reload_times={"rules": 1.0, "config": 2.0},
+        config_hashes={"rules": "f" * 16, "config": "0" * 15 + "1"}, judge_lag=latency.read(),
+        delivery_latency=dict.fromkeys(sinks, latency.read()), disks={"state": (1, 10), "runs": (2, 20)},
+        heartbeats={"sent": 3, "failed": 1}, heartbeat_time=5.0, certificate_expiry_time=6.0,
+        stages={"judge": (1.5, 3)},
+    )  # fmt: skip
+    return msgspec.structs.replace(full, **changes)
