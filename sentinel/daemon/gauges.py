@@ -12,6 +12,7 @@ import numpy as np
 
 from sentinel.anomaly import Anomaly
 from sentinel.incident import Incident
+from sentinel.rank_identity import RankIdentity
 from sentinel.report.metrics import NormAggregate, RunMetrics
 
 if TYPE_CHECKING:
@@ -186,8 +187,9 @@ class RunGauges:
         lowest = min(described, key=lambda one: (one.rank, -one.last_wall_ns))
         assert lowest.descriptor is not None
         said, metrics = lowest.descriptor.environment, self.metrics
-        metrics.host, metrics.job_id = said.get("host", ""), said.get("job_id", "")
-        metrics.device, metrics.torch = said.get("device", ""), said.get("torch", "")
+        identity = RankIdentity.reported_by(lowest.rank, said)
+        metrics.host, metrics.pod, metrics.job_id = identity.node or identity.host, identity.pod, identity.job
+        metrics.torch = said.get("torch", "")
 
     def recent(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
         """Return (scalar, [(attempt, step, value)]) oldest first; of all scalars when `name` is None."""

@@ -51,9 +51,9 @@ class RunMetrics(msgspec.Struct, kw_only=True):
 
     run: str
     host: str = ""
-    """Of the lowest rank of the newest attempt, as it says itself; the four below too."""
+    """Machine of the lowest rank, as it says itself; so are the three below."""
+    pod: str = ""
     job_id: str = ""
-    device: str = ""
     torch: str = ""
     attempt: int = 0
     newest_step: int | None = None

@@ -93,10 +93,10 @@ def families(runs: Sequence[ShownRun]) -> Iterator[Metric]:
     """Yield every family of runs once, whether or not there is a run."""
     info = GaugeMetricFamily(
         "sentinel_run_info", "1; the labels say where the run trains: of its lowest rank.",
-        labels=["run", "host", "job_id", "device", "torch"],
+        labels=["run", "host", "pod", "job_id", "torch"],
     )  # fmt: skip
     for run, _ in runs:
-        info.add_metric([run.run, run.host, run.job_id, run.device, run.torch], 1)
+        info.add_metric([run.run, run.host, run.pod, run.job_id, run.torch], 1)
     yield info
     yield from _plain(runs)
     yield from _scalars(runs)

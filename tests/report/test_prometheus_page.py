@@ -61,7 +61,7 @@ def test_what_the_daemon_says_is_what_is_scraped():
     bad = (("kind", "wgrad"), ("pp_stage", "0"), run, ("value", "nan"))
     assert samples["sentinel_nonfinite_elements_total", bad] == 3
     assert samples["sentinel_notifications_total", (("outcome", "sent"), ("sink", "slack"))] == 7
-    where = (("device", "H200"), ("host", "node7"), ("job_id", "4711"), run, ("torch", "2.9"))
+    where = (("host", "node7"), ("job_id", "4711"), ("pod", "trainer-0"), run, ("torch", "2.9"))
     assert samples["sentinel_run_info", where] == 1
 
 

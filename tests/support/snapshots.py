@@ -14,7 +14,7 @@ from sentinel.report.metrics import MetricsSnapshot, NormAggregate, RunMetrics
 def full_run(name: str = "run", **changes: Any) -> RunMetrics:
     """Return a run of which everything is known. changes: fields that are otherwise."""
     full = RunMetrics(
-        run=name, host="node7", job_id="4711", device="H200", torch="2.9",
+        run=name, host="node7", pod="trainer-0", job_id="4711", torch="2.9",
         attempt=2, newest_step=12, judged_step=11, last_record_time=1e9, last_judged_time=1e9 + 1,
         quietest_received_time=1e9, step_time_s=0.5, scalars={"loss": 2.5, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096.0},
         num_ranks_expected=4, ranks={"live": 4}, is_monitoring=True, monitoring_acked_step=10, rules=("loss-spike",),
