@@ -20,6 +20,7 @@ from sentinel.cli.child import Child
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.companion import Companion
 from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
+from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.main import FOUND, to_stderr
 from sentinel.cli.places import run_name, runs_directory
 from sentinel.cli.status import recorded_failures, recorded_losses
@@ -49,7 +50,7 @@ START_S = 10.0
 @allow_code_option(is_handed_on=True)
 @click.option("--config", metavar="FILE", help="Configuration of the daemon (notify and control sections).")
 @click.option("--state-dir", metavar="DIR", help="Where the journal lies: a local disk. Default: in the run directory.")
-@click.option("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="Where the page is served; port 0: a free one.")
+@listening_options("127.0.0.1:0")
 @click.option(
     "--fail-on",
     type=click.Choice([one.value for one in Severity]),
@@ -73,7 +74,7 @@ def run(
     allow_code: bool,
     config: str | None,
     state_dir: str | None,
-    listen: str,
+    listening: Listening,
     fail_on: str | None,
     report_file: str | None,
     drain_s: float,
@@ -95,7 +96,7 @@ def run(
         return NOT_EXECUTABLE if Path(command[0]).exists() and os.sep in command[0] else NOT_FOUND
     run_dir = home / folder_name(name)
     state = Path(state_dir).absolute() if state_dir else run_dir / ".daemon"
-    arguments = [str(run_dir), "--owned", "--listen", listen, "--drain-s", f"{drain_s:g}"]
+    arguments = [str(run_dir), "--owned", *listening.arguments, "--drain-s", f"{drain_s:g}"]
     for pack in packs:
         arguments += ["--rules", str(Path(pack).absolute()) if Path(pack).exists() else pack]
     if allow_code:

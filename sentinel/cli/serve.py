@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from sentinel.cli.code import allow_code_option
+from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 
@@ -20,10 +21,8 @@ from sentinel.errors import ConfigError
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name.")
 @allow_code_option()
 @click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
-@click.option("--listen", default="127.0.0.1:9464", show_default=True, metavar="HOST:PORT", help="Port 0: a free one.")
+@listening_options("127.0.0.1:9464")
 @click.option("--no-http", is_flag=True, help="Listen nowhere.")
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Further name that a Host header may carry.")
-@click.option("--open-reads", is_flag=True, help="Answer reads without a token on any address, not only on loopback.")
 @click.option(
     "--late-after",
     type=int,
@@ -45,10 +44,8 @@ def serve(
     state_dir: str | None,
     packs: tuple[str, ...],
     config: str | None,
-    listen: str,
+    listening: Listening,
     no_http: bool,
-    hosts: tuple[str, ...],
-    open_reads: bool,
     late_after: int | None,
     late_after_s: float | None,
     drain_s: float,
@@ -64,7 +61,6 @@ def serve(
 
     from sentinel.daemon.config import load_config, placed
     from sentinel.daemon.daemon import Daemon, ServeOptions
-    from sentinel.daemon.http.config import HttpConfig
 
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
@@ -83,7 +79,7 @@ def serve(
         judging = msgspec.structs.replace(judging, late_after_s=late_after_s)
     # `replace` does not validate; building it anew does.
     judging = type(judging)(**msgspec.structs.asdict(judging))
-    http = None if no_http else HttpConfig.parse(listen, has_open_reads=open_reads, allowed_hosts=hosts)
+    http = None if no_http else listening.config()
     watchdog = (
         os.environ.get("WATCHDOG_USEC", "0") if os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()) else "0"
     )

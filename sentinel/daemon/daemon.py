@@ -17,8 +17,8 @@ import msgspec
 
 from sentinel.daemon.config import DaemonConfig, hash_of
 from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.server import HttpServer
-from sentinel.daemon.http.tokens import load_tokens
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.daemon.outside_packages import OutsidePackages
@@ -166,9 +166,8 @@ class Daemon:
 
     def _announce(self) -> None:
         """Leave the page's address where commands look for it; a standby leaves that of the daemon that it stands by for."""
-        if self._announced is not None or self._http is None or self._options.http is None:
+        if self._announced is not None or self._http is None:
             return
-        address = {"url": self._http.url, "host": self._options.http.host, "port": self._http.port}
         try:
             lock = RunLock(self._state / "page", f"the page of {self._options.directory}")
         except LockHeld:
@@ -177,7 +176,7 @@ class Daemon:
             self._say_unannounced(str(error))
             return
         try:
-            write_whole(self._state / "http.json", json.dumps(address) + "\n")
+            write_whole(self._state / "http.json", json.dumps(self._http.address) + "\n")
         except OSError as error:
             lock.close()
             self._say_unannounced(str(disk_trouble(self._state / "http.json", error)))
@@ -195,15 +194,15 @@ class Daemon:
         asked = self._options.http
         if asked is None:
             return None
-        tokens = load_tokens(self._state)
+        credentials = Credentials(self._state, asked)
         try:
-            return HttpServer(self.api, asked, tokens)
+            return HttpServer(self.api, asked, credentials)
         except ConfigError as error:
             if not self._options.is_owned:
                 raise
             log.error("%s; a free port is tried instead", error)
         try:
-            return HttpServer(self.api, msgspec.structs.replace(asked, port=0), tokens)
+            return HttpServer(self.api, msgspec.structs.replace(asked, port=0, socket=""), credentials)
         except ConfigError as error:
             log.error("%s; the page is not served, judging goes on", error)
             return None
@@ -221,6 +220,9 @@ class Daemon:
             if self._wants_reload or begun >= next_check:
                 next_check = begun + RELOAD_CHECK_S
                 self._check_packs()
+                if self._http is not None:
+                    self.api.http_problems = self._http.refresh()
+                    self.api.certificate_expires = self._http.certificate_expires
             has_moved = self._turn()
             now = time.monotonic()
             self.api.publish(self._runs.values(), self._problems, self._held, is_caught_up=not has_moved)

@@ -46,6 +46,9 @@ class ServedApi:
         """None: none is configured."""
         self._meters = meters or DaemonMeters()
         self._config_hash = config_hash
+        self.http_problems: list[str] = []
+        """Why files of tokens or certificates are not in force as they are now."""
+        self.certificate_expires: float | None = None
         self._packs = packs
         self._notifier = notifier
         self._ask_reload = ask_reload
@@ -86,6 +89,7 @@ class ServedApi:
         problems = [f"run {name} is not served: {problem}" for name, problem in sorted(self._problems.items())]
         if self._packs.problem:
             problems.append(f"rules: the former ones are in use: {self._packs.problem}")
+        problems += self.http_problems
         problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifier.problems().items())]
         if self.heartbeat is not None and self.heartbeat.problem:
             problems.append(f"heartbeat: {self.heartbeat.problem}")
@@ -236,6 +240,7 @@ class ServedApi:
             disks=self._meters.disks,
             heartbeats=None if beat is None else dict(beat.counts),
             heartbeat_time=None if beat is None else beat.last_taken,
+            certificate_expiry_time=self.certificate_expires,
         )
 
 

@@ -32,7 +32,7 @@ class Served:
     def __init__(self, directory: Path, *options: str, state: Path | None = None) -> None:
         self.state = state or directory / ".daemon"
         self.process = subprocess.Popen(
-            [*cli(), "serve", str(directory), "--listen", "127.0.0.1:0", *options],
+            [*cli(), "serve", str(directory), "--listen", "127.0.0.1:0", "--open-reads", *options],
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -43,7 +43,7 @@ class Candidate:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "sentinel.cli", "serve", str(directory), "--listen", "127.0.0.1:0",
-                    "--config", str(config),
+                    "--open-reads", "--config", str(config),
                 ],
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip

@@ -99,7 +99,9 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
     before = subprocess.run([*cli(), "status", str(run_dir)], capture_output=True, text=True).stdout
     assert "spool.max_bytes is used up" in before and "sentinel serve" in before
     with subprocess.Popen(
-        [*cli(), "serve", str(run_dir), "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*cli(), "serve", str(run_dir), "--listen", "127.0.0.1:0", "--open-reads"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as daemon:
         try:
             url = wait_for(lambda: _url(run_dir), timeout_s=60)
@@ -128,8 +130,8 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
 def test_a_daemon_that_stands_still_for_a_while(tmp_path: Path, script: Path, max_bytes: int, is_lossy: bool) -> None:
     run_dir, report_file = tmp_path / "runs" / "run", tmp_path / "report.json"
     with subprocess.Popen(
-        [*cli(), "run", "--fail-on", "warning", "--drain-s", "60", "--report", str(report_file), "--", interpreter(),
-         str(script), "900", "150", str(max_bytes)],
+        [*cli(), "run", "--open-reads", "--fail-on", "warning", "--drain-s", "60", "--report", str(report_file), "--",
+         interpreter(), str(script), "900", "150", str(max_bytes)],
         env=environment(tmp_path / "runs"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as run:  # fmt: skip
         daemon = wait_for(lambda: holder(run_dir / ".daemon"), timeout_s=60)

@@ -342,7 +342,7 @@ def test_over_http_with_tokens_and_json_errors(source: SyntheticRun, run: Served
             return commands.answer([run], request)
 
     def client_of(listen: str) -> TestClient:
-        gate = RequestGate(HttpConfig.parse(listen), TOKENS)
+        gate = RequestGate(HttpConfig.parse(listen, has_insecure_tokens=True), TOKENS)
         return TestClient(make_app(OneRun(), gate), base_url="http://127.0.0.1:9464")  # type: ignore[arg-type]
 
     client = client_of("127.0.0.1:9464")

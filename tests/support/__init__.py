@@ -17,6 +17,7 @@
 | judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
+| serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
 
 Synthetic runs, planted faults, a clock and the battery of detectors are in `sentinel.testing`, which others have too.

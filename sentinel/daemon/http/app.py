@@ -34,8 +34,8 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
     def get(path: str, endpoint: Endpoint, needed: Scope = Scope.READ) -> Route:
         return Route(path, endpoint, middleware=[Middleware(RequestGuard, gate, needed)])
 
-    def post(path: str, endpoint: Endpoint) -> Route:
-        middleware = [Middleware(RequestGuard, gate, Scope.CONTROL), Middleware(BodyAtHand)]
+    def post(path: str, endpoint: Endpoint, needed: Scope = Scope.CONTROL) -> Route:
+        middleware = [Middleware(RequestGuard, gate, needed), Middleware(BodyAtHand)]
         return Route(path, endpoint, methods=["POST"], middleware=middleware)
 
     app = Starlette(
@@ -47,7 +47,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/runs", endpoints.runs),
             get("/api/v1/anomalies", endpoints.anomalies),
             get("/api/v1/incidents", endpoints.incidents),
-            post("/api/v1/incidents", endpoints.act),
+            post("/api/v1/incidents", endpoints.act, Scope.SILENCE),
             get("/api/v1/series", endpoints.series),
             get("/api/v1/control", endpoints.audit),
             post("/api/v1/control", endpoints.control),

@@ -40,16 +40,18 @@ def metrics(request: Request) -> Response:
 
 
 async def healthz(request: Request) -> Response:
-    """Return the health; 503 where the loop does not come round."""
+    """Return the health; 503 where the loop does not come round. Who may not read gets the status alone."""
     health = api_of(request).health()
-    return plain(health, 503 if health["status"] == "stuck" else 200)
+    told = health if request.state.may_read else {"status": health["status"]}
+    return plain(told, 503 if health["status"] == "stuck" else 200)
 
 
 async def readyz(request: Request) -> Response:
     """Return whether all that there was at the start has been judged; 503 until then, and while another daemon serves."""
     api = api_of(request)
     is_ready = api.is_ready()
-    return plain({"ready": is_ready, "standby_of": api.health()["standby_of"]}, 200 if is_ready else 503)
+    told = {"standby_of": api.health()["standby_of"]} if request.state.may_read else {}
+    return plain({"ready": is_ready, **told}, 200 if is_ready else 503)
 
 
 def runs(request: Request) -> Response:

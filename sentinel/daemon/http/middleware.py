@@ -93,7 +93,9 @@ class RequestGuard:
         self._app, self._gate, self._needed = app, gate, needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._gate.refuse(scope["method"], Request(scope).headers, self._needed)
+        request = Request(scope)
+        refusal = self._gate.refuse(scope["method"], request.headers, self._needed)
+        request.state.may_read = self._gate.may_read(request.headers)
         answer = self._app if refusal is None else problem(*refusal)
         await answer(scope, receive, send)
 

@@ -1,7 +1,8 @@
 """RequestGate: which requests are let in.
 
 Loopback by default; the Host header must be a name of ours (a page elsewhere that rebinds its own name to 127.0.0.1 is
-refused); Origin and Sec-Fetch-Site on every POST; bearer tokens for control always, for reads everywhere but on loopback.
+refused); Origin and Sec-Fetch-Site on every POST; tokens for whatever changes something always, for reads everywhere but on
+a loopback that no other people share.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class RequestGate:
 
     def __init__(self, config: HttpConfig, tokens: Tokens) -> None:
         self._config = config
-        self._tokens = tokens
+        self.tokens = tokens
+        """Those in force; exchanged when their file changes."""
         self._names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
         self._is_wildcard = config.host in ("0.0.0.0", "::")
         if self._is_wildcard:
@@ -41,18 +43,24 @@ class RequestGate:
             is_same = origin is None or origin.partition("://")[2].lower() == host.lower()
             if not is_same or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
                 return 403, "requests from other pages are refused"
-        scope = self._tokens.scope(headers.get("authorization", ""))
-        if needed is Scope.READ and (self._config.is_loopback or self._config.has_open_reads):
+        if needed is Scope.READ and self._config.are_reads_open:
             return None
+        scope = self.tokens.scope(headers.get("authorization", ""))
         if scope < needed:
-            what = "control" if needed is Scope.CONTROL else "read"
+            what = needed.name.lower()
             if scope is Scope.NOTHING:
-                return (
-                    401,
-                    f"a bearer token with the {what} scope is needed; it is in tokens.json of the state directory",
+                return 401, (
+                    f"a token with the {what} scope is needed, as Authorization: Bearer TOKEN (in a browser: any name, the "
+                    "token as password; reads only); it is in tokens.json of the state directory"
                 )
             return 403, f"this token has no {what} scope"
         return None
+
+    def may_read(self, headers: Mapping[str, str]) -> bool:
+        """Return whether a request that is let in may also see what reads see. headers: lower-case names."""
+        if self._config.are_reads_open:
+            return True
+        return self.tokens.scope(headers.get("authorization", "")) >= Scope.READ
 
     def _is_ours(self, host: str) -> bool:
         found = _HOST.fullmatch(host)

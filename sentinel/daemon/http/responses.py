@@ -21,5 +21,5 @@ def lines(name: str, items: list[bytes]) -> Response:
 
 def problem(status: int, reason: str) -> Response:
     """Return {"error": reason}; of 401 with what is asked for."""
-    extra = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    extra = {"WWW-Authenticate": 'Bearer, Basic realm="sentinel", charset="UTF-8"'} if status == 401 else {}
     return JSONResponse({"error": reason}, status, headers=extra)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import socket
+import stat
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.daemon_api import DaemonApi
 from sentinel.daemon.http.request_gate import RequestGate
-from sentinel.daemon.http.tokens import Tokens
 from sentinel.errors import ConfigError
 
 if TYPE_CHECKING:  # Loaded in the thread that serves: it takes as long as judging a step.
@@ -25,26 +29,42 @@ MAX_WAITING = 512
 class HttpServer:
     """Serves an application from a thread of its own until stopped. The port is bound, and known, before it serves."""
 
-    def __init__(self, api: DaemonApi, config: HttpConfig, tokens: Tokens) -> None:
+    def __init__(self, api: DaemonApi, config: HttpConfig, credentials: Credentials) -> None:
         """Bind the address; ConfigError when that cannot be."""
-        self._api, self._config, self._tokens = api, config, tokens
-        try:
-            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((config.host, config.port))
-            self._socket.listen(MAX_WAITING)
-        except OSError as error:
-            raise ConfigError(f"http.listen {config.host}:{config.port}: {error.strerror or error}") from error
-        self.port: int = self._socket.getsockname()[1]
+        self._api, self._config, self._credentials = api, config, credentials
+        self._gate = RequestGate(config, credentials.tokens)
+        self._socket = listening_socket(config)
+        self.port: int = 0 if config.socket else self._socket.getsockname()[1]
         self._server: EventLoop | None = None
         self._thread = threading.Thread(target=self._serve, name="sentinel-http", daemon=True)
 
     @property
     def url(self) -> str:
-        """`http://HOST:PORT` as a client on this machine would write it."""
+        """`http://HOST:PORT` as a client on this machine would write it; `unix:/PATH` of a unix socket."""
+        if self._config.socket:
+            return f"unix:{self._config.socket}"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if self._config.has_tls else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What `<state-dir>/http.json` says."""
+        if self._config.socket:
+            return {"url": self.url, "socket": self._config.socket}
+        return {"url": self.url, "host": self._config.host, "port": self.port}
+
+    def refresh(self) -> list[str]:
+        """Take in tokens and certificates that changed; return in words what cannot be. Called once a second."""
+        self._credentials.refresh()
+        self._gate.tokens = self._credentials.tokens
+        return self._credentials.problems()
+
+    @property
+    def certificate_expires(self) -> float | None:
+        """Seconds since the epoch at which the certificate ends to be valid; None without TLS."""
+        certificate = self._credentials.certificate
+        return None if certificate is None else certificate.expires
 
     @property
     def is_answering(self) -> bool:
@@ -67,13 +87,59 @@ class HttpServer:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._socket.close()
+        if self._config.socket:
+            Path(self._config.socket).unlink(missing_ok=True)
 
     def _serve(self) -> None:
         try:
             from sentinel.daemon.http.app import make_app
             from sentinel.daemon.http.event_loop import EventLoop
 
-            self._server = EventLoop(make_app(self._api, RequestGate(self._config, self._tokens)))
+            certificate = self._credentials.certificate
+            tls = None if certificate is None else certificate.context
+            self._server = EventLoop(make_app(self._api, self._gate), tls)
             self._server.run(sockets=[self._socket])
         except Exception:
             log.exception("the HTTP server ended")
+
+
+def listening_socket(config: HttpConfig) -> socket.socket:
+    """Return a socket that listens where the configuration says; ConfigError when it cannot."""
+    if config.socket:
+        return _unix_socket(Path(config.socket))
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((config.host, config.port))
+        one.listen(MAX_WAITING)
+    except OSError as error:
+        one.close()
+        raise ConfigError(f"http.listen {config.host}:{config.port}: {error.strerror or error}") from error
+    return one
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            path.unlink()
+        one.bind(str(path))
+        path.chmod(0o600)  # Nobody can connect before it listens.
+        one.listen(MAX_WAITING)
+    except OSError as error:
+        one.close()
+        raise ConfigError(f"http.listen unix:{path}: {error.strerror or error}") from error
+    return one
+
+
+def _is_left_over(path: Path) -> bool:
+    """Return whether a socket of ours lies there at which nobody listens any more."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+        return one.connect_ex(str(path)) == errno.ECONNREFUSED

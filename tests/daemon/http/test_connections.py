@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import http.client
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from sentinel.daemon.http import connections, middleware
 from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.server import HttpServer
 
 from ...support.waiting import wait_for
@@ -32,7 +35,10 @@ HALVES = {
 
 @contextmanager
 def answering_server() -> Iterator[HttpServer]:
-    server = HttpServer(FakeApi(), HttpConfig(), TOKENS)
+    with tempfile.TemporaryDirectory() as state:
+        credentials = Credentials(Path(state), HttpConfig())
+    credentials.tokens = TOKENS
+    server = HttpServer(FakeApi(), HttpConfig(), credentials)
     server.start()
     try:
         wait_for(lambda: server.is_answering)

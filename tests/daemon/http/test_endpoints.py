@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.daemon_api import Unavailable, UnknownRun
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
@@ -21,9 +22,10 @@ from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.errors import ConfigError, StoreError
 
-TOKENS = Tokens(read="r" * 20, control="c" * 20)
+TOKENS = Tokens(read="r" * 20, control="c" * 20, silence="s" * 20)
 READ = {"Authorization": "Bearer " + TOKENS.read}
 CONTROL = {"Authorization": "Bearer " + TOKENS.control}
+SILENCE = {"Authorization": "Bearer " + TOKENS.silence}
 
 
 class FakeApi:
@@ -101,16 +103,16 @@ def test_loopback_reads_need_no_token(api: FakeApi, path: str) -> None:
 
 @pytest.mark.parametrize("path", READS)
 def test_reads_on_other_addresses_need_a_token(api: FakeApi, path: str) -> None:
-    client = client_of(api, "0.0.0.0:9464")
+    client = client_of(api, "0.0.0.0:9464", has_insecure_tokens=True)
 
     assert client.get(path).status_code == 401
     assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert client.get(path, headers=READ).status_code == 200
-    assert client_of(api, "0.0.0.0:9464", has_open_reads=True).get(path).status_code == 200
+    assert client_of(api, "0.0.0.0:9464", has_open_reads=True, has_insecure_tokens=True).get(path).status_code == 200
 
 
 def test_probes_are_answered_without_a_token_everywhere(api: FakeApi) -> None:
-    client = client_of(api, "0.0.0.0:9464")
+    client = client_of(api, "0.0.0.0:9464", has_insecure_tokens=True)
 
     assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
 
@@ -147,7 +149,7 @@ def test_loopback_names_are_ours(api: FakeApi, host: str) -> None:
 
 
 def test_allowed_hosts_and_addresses_of_a_wildcard(api: FakeApi) -> None:
-    client = client_of(api, "0.0.0.0:9464", allowed_hosts=("sentinel.cluster.local",))
+    client = client_of(api, "0.0.0.0:9464", has_insecure_tokens=True, allowed_hosts=("sentinel.cluster.local",))
 
     assert client.get("/healthz", headers={"Host": "sentinel.cluster.local:9464"}).status_code == 200
     assert client.get("/healthz", headers={"Host": "10.1.2.3:9464"}).status_code == 200
@@ -289,8 +291,10 @@ def test_health_and_reload_say_what_is_wrong(api: FakeApi) -> None:
     assert client.get("/healthz").status_code == 503
 
 
-def test_a_server_answers_on_a_free_port(api: FakeApi) -> None:
-    server = HttpServer(api, HttpConfig.parse("127.0.0.1:0"), TOKENS)
+def test_a_server_answers_on_a_free_port(api: FakeApi, tmp_path: Path) -> None:
+    config = HttpConfig.parse("127.0.0.1:0")
+    credentials = Credentials(tmp_path, config)
+    server = HttpServer(api, config, credentials)
     server.start()
     try:
         with urllib.request.urlopen(server.url + "/healthz", timeout=10) as answer:
@@ -298,7 +302,7 @@ def test_a_server_answers_on_a_free_port(api: FakeApi) -> None:
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(server.url + "//etc/passwd", timeout=10)
         with pytest.raises(ConfigError, match=r"http\.listen"):
-            HttpServer(api, HttpConfig(port=server.port), TOKENS)
+            HttpServer(api, HttpConfig(port=server.port), credentials)
     finally:
         server.stop()
 
@@ -313,7 +317,7 @@ def test_a_server_answers_on_a_free_port(api: FakeApi) -> None:
     ],
 )
 def test_listen_addresses(listen: str, host: str, port: int) -> None:
-    config = HttpConfig.parse(listen)
+    config = HttpConfig.parse(listen, has_insecure_tokens=True)
 
     assert (config.host, config.port) == (host, port)
 
