@@ -126,5 +126,7 @@ def read_tokens(path: Path) -> Tokens:
             )
         try:
             return msgspec.json.decode(file.read(65536), type=Tokens)
-        except (ConfigError, *MALFORMED) as error:
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except MALFORMED as error:
             raise ConfigError(f"{path}: {error}; remove the file to have new tokens made") from error
