@@ -19,16 +19,17 @@ FILES: Mapping[str, str] = {
 KEYS: Mapping[str, tuple[str, ...]] = {
     TRAINER: (
         "enabled", "kinds", "targets", "black_box", "per_micro_step", "start_step", "step_interval", "collect_times",
-        "ranks", "stagger", "probes", "max_overhead", "at_step", "directory", "run", "blocks", "zero_eps", "checksum",
-        "allow_commands", "dump", "struct", "layer_offset", "name_map", "site_placements", "gradient_divisor",
+        "ranks", "stagger", "probes", "max_overhead", "at_step", "directory", "run", "labels", "blocks", "zero_eps",
+        "checksum", "allow_commands", "dump", "struct", "layer_offset", "name_map", "site_placements", "gradient_divisor",
         "outside_probes", "max_rows",
         "spool", "dump.end_step", "dump.first_n", "dump.quota_bytes", "dump.in_flight_bytes", "spool.max_bytes",
         "spool.file_bytes", "spool.queue_bytes",
     ),
     DAEMON: (
         "judging", "notify", "control", "judging.late_after_steps", "judging.late_after_s", "judging.max_anomalies_per_step",
-        "judging.snapshot_interval_s", "notify.sinks", "notify.external_url", "notify.proxy", "notify.ca_file",
-        "notify.retry_s", "notify.max_retry_s", "notify.give_up_after_s", "notify.max_pending", "control.escalate",
+        "judging.snapshot_interval_s", "notify.sinks", "notify.external_url", "notify.runbook_url",
+        "notify.dashboard_url", "notify.proxy", "notify.ca_file", "notify.retry_s", "notify.max_retry_s",
+        "notify.give_up_after_s", "notify.max_pending", "control.escalate",
         "control.dry_run", "control.for_steps", "control.latency_s", "control.cooldown_s", "control.max_per_hour",
         "control.expires_s", "control.follow_config", "control.max_edits_per_hour", "control.dump_kinds",
         "control.dump_for_steps", "control.dump_first_n", "control.max_dumps_per_hour",

@@ -22,12 +22,16 @@ def notify() -> None:
 @notify.command()
 @click.option("--config", required=True, metavar="FILE", help="Configuration of the daemon; its notify section counts.")
 @click.option("--sink", "names", multiple=True, metavar="NAME", help="Only this sink; several add up. Default: all.")
+@click.option("--end", "is_over", is_flag=True, help="Send the end of the test: where it stands open, it is closed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a sink.")
-def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
-    """Send a test message to the configured sinks. Exit 1 when one of them did not take it."""
+def test(config: str, names: tuple[str, ...], is_over: bool, as_json: bool) -> int:
+    """Send a made-up critical incident that says it is a test to the configured sinks, whatever their routes ask for.
+
+    Exit 1 when one of them did not take it. PagerDuty and Alertmanager keep it open until `--end` is sent.
+    """
     from sentinel.daemon.config import load_config, placed
     from sentinel.exception_words import described
-    from sentinel.report.message import sample_alert
+    from sentinel.report.sample_alert import sample_alert
     from sentinel.report.sinks.delivery import Delivery, checked
     from sentinel.report.sinks.sink_table import build_sink
 
@@ -49,7 +53,7 @@ def test(config: str, names: tuple[str, ...], as_json: bool) -> int:
         except ConfigError as error:
             raise placed(error, Path(config)) from error
         try:
-            delivery = checked(sink.deliver([sample_alert(one.name, now)], now))
+            delivery = checked(sink.deliver([sample_alert(one.name, now, is_over=is_over)], now))
         except Exception as error:  # another package's code may fail in any way
             delivery = Delivery(outcome="failed", detail=described(error))
         is_clean = is_clean and delivery.outcome == "sent"

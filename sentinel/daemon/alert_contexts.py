@@ -16,7 +16,7 @@ _INCIDENT = msgspec.json.Decoder(Incident)
 
 
 class AlertContexts:
-    """Of one run. Owned by the loop."""
+    """Of one run. May be asked from any thread."""
 
     def __init__(self, journal: Journal, incarnations: Callable[[], Iterable[Incarnation]]) -> None:
         """incarnations: the processes that are followed; after a restart they are described from the spool again."""
@@ -30,7 +30,7 @@ class AlertContexts:
     def _identities(self, attempt: int) -> dict[int, RankIdentity]:
         """Return rank -> identity of the newest process of each rank that took part in an attempt."""
         newest: dict[int, Incarnation] = {}
-        for one in self._incarnations():
+        for one in list(self._incarnations()):  # The loop may add some meanwhile.
             is_of_it = one.attempt in (None, attempt)
             if is_of_it and one.descriptor is not None and one.first_wall_ns >= _began(newest.get(one.rank)):
                 newest[one.rank] = one

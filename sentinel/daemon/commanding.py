@@ -12,10 +12,12 @@ import msgspec
 
 from sentinel.command import ALARM_KINDS, ANY_ATTEMPT
 from sentinel.control.command_status import CommandStatus
+from sentinel.control.command_words import orders_in_words
 from sentinel.control.commands import RunCommands
 from sentinel.control.edits import ConfigFileEdits, ConfigInUse
 from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
 from sentinel.errors import ConfigError, StoreError
+from sentinel.incident import Incident
 from sentinel.messages import Ack
 from sentinel.record import KIND_LABELS
 from sentinel.store.journal import Journal
@@ -184,6 +186,10 @@ class Commanding:
         """Return all commands that are remembered, in order of their numbers."""
         with self._mutex:
             return self._commands.known.statuses()
+
+    def orders_about(self, incident: Incident) -> tuple[str, ...]:
+        """Return in words what was ordered because of an incident, as it stands now."""
+        return orders_in_words(self.statuses(), incident)
 
     def counts(self) -> dict[str, int]:
         """Return state -> commands that ever entered it."""

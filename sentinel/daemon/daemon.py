@@ -28,7 +28,9 @@ from sentinel.daemon.systemd import Systemd
 from sentinel.errors import ConfigError, SentinelError, StoreError
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
+from sentinel.report.links import MessageLinks
 from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.sink_table import build_sinks
@@ -90,7 +92,7 @@ class Daemon:
         notify = options.config.notify
         self._notifier = Notifier(
             self._outboxes,
-            build_sinks(notify, environ, stream),
+            build_sinks(notify, environ, stream, self._orders_of),
             RetryPolicy(
                 retry_s=notify.retry_s,
                 max_retry_s=notify.max_retry_s,
@@ -116,6 +118,7 @@ class Daemon:
         self._meters = DaemonMeters()
         self.api = ServedApi(self._packs, self._notifier, self._ask_reload, self._meters, hash_of(options.config))
         self.api.heartbeat = self._heartbeat(environ)
+        self.api.links = MessageLinks(runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
 
@@ -135,6 +138,11 @@ class Daemon:
             for number, handler in former.items():
                 signal.signal(number, handler)
         return 0 if is_complete else 1
+
+    def _orders_of(self, alert: Alert) -> Sequence[str]:
+        """Return what was ordered because of an incident; called by the threads of the sinks."""
+        run = self._runs.get(alert.incident.run)
+        return run.commanding.orders_about(alert.incident) if run is not None else ()
 
     def stop(self) -> None:
         """Have `run` drain and return; may be called from any thread."""

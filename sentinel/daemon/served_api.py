@@ -11,13 +11,16 @@ from typing import Any
 import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
-from sentinel.daemon.http.daemon_api import Unavailable, UnknownRun
+from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
+from sentinel.incident import Incident
 from sentinel.judge.packs import RulePacks
+from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
+from sentinel.report.links import NO_LINKS
 from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
 from sentinel.report.pipeline import Notifier
 from sentinel.report.prometheus_page import MetricsCollector
@@ -49,6 +52,8 @@ class ServedApi:
         self.http_problems: list[str] = []
         """Why files of tokens or certificates are not in force as they are now."""
         self.certificate_expires: float | None = None
+        self.links = NO_LINKS
+        """Runbook and dashboard, as messages have them."""
         self._packs = packs
         self._notifier = notifier
         self._ask_reload = ask_reload
@@ -150,6 +155,23 @@ class ServedApi:
                 if not is_open or _STATE.decode(body).state == "open":
                     found.append(body)
         return found[:limit]
+
+    def incident(self, run: str | None, incident: str) -> ShownIncident:
+        """Return an incident, open or over, from the journal of its run."""
+        found = [(one, bodies) for one in self._chosen(run) if (bodies := one.journal.found.incident_revisions(incident))]
+        if len(found) != 1:
+            where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
+            what = f"{len(found)} runs have one: say which with ?run=NAME" if found else "there is none, open or over"
+            raise UnknownIncident(f'incident "{incident[:80]}" of {where}: {what}')
+        [(one, bodies)] = found
+        revisions = tuple(msgspec.json.decode(body, type=Incident) for body in bodies)
+        alert = Alert(key="", sink="", change="", incident=revisions[-1], context=one.context_of(revisions[-1]))
+        return ShownIncident(
+            revisions=revisions,
+            context=alert.context,
+            orders=one.commanding.orders_about(alert.incident),
+            links=self.links.of(alert),
+        )
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""

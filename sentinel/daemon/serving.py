@@ -39,10 +39,12 @@ from sentinel.daemon.stages import RunStages
 from sentinel.decision import Tick, decode_decision
 from sentinel.errors import StoreError
 from sentinel.exports.series import RecentSteps
+from sentinel.incident import Incident
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.judge.packs import RulePacks
 from sentinel.messages import Ack
 from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.alert_context import AlertContext
 from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 from sentinel.store.lock import RunLock
@@ -161,6 +163,10 @@ class ServedRun:
     def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
         """Return the open incidents that each sink was notified of: what a keep-alive repeats after a restart."""
         return self._alerts.open_alerts(routes, time.time())
+
+    def context_of(self, incident: Incident) -> AlertContext:
+        """Return what messages say of an incident beside its judgement. For any thread."""
+        return self._contexts.of(incident)
 
     def recent_scalars(self, name: str | None) -> list[tuple[str, list[tuple[int, int, float]]]]:
         """Return (scalar, [(attempt, step, value)]), oldest first; of all scalars when `name` is None. For any thread."""

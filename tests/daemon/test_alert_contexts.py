@@ -5,17 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.http.daemon_api import UnknownIncident
+from sentinel.daemon.http.incident_page import render_incident
+from sentinel.daemon.served_api import ServedApi
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert
+from sentinel.report.links import MessageLinks
+from sentinel.report.outbox import MemoryOutbox
+from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.sink_table import NotifyConfig
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan
 
-from ..support.serving import judge_run, small_run
+from ..support.serving import judge_run, loaded_packs, served, small_run
 
 TELLING = DaemonConfig(notify=NotifyConfig(sinks=(ConsoleConfig(),)))
 
@@ -51,3 +58,25 @@ def test_what_is_judged_says_nothing_of_machines(tmp_path: Path) -> None:
     judge_run(tmp_path / "run", TELLING)
 
     assert b"node0" not in (tmp_path / "run" / "incidents.jsonl").read_bytes()
+
+
+def test_the_page_of_an_incident_is_made_from_the_journal_also_when_it_is_over(tmp_path: Path) -> None:
+    source = small_run(tmp_path / "run").plant(Nan(step=5, module="layers.2"))
+    source.write(12)
+    source.end()
+    judge_run(tmp_path / "run", TELLING, is_over=True)
+    run = served(tmp_path / "run", TELLING)
+    api = ServedApi(loaded_packs(), Notifier(MemoryOutbox(), [], RetryPolicy(), clock=lambda: 0.0), lambda: None)
+    api.links = MessageLinks(runbook_url="https://w/{incident}")
+    api.publish([run], {}, {}, is_caught_up=True)
+    (first, *_) = alerts_of(tmp_path / "run")
+
+    shown = api.incident(None, first.incident.id)
+    page = render_incident(shown)
+    with pytest.raises(UnknownIncident, match='incident "i0" of the runs that are served here: there is none'):
+        api.incident(None, "i0")
+    run.close()
+
+    assert [one.revision for one in shown.revisions] == list(range(1, len(shown.revisions) + 1))
+    assert shown.revisions[-1].state == "ended" and "node0" in page
+    assert f"https://w/{first.incident.id}" in page

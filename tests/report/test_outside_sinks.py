@@ -13,7 +13,7 @@ import pytest
 from sentinel.cli.main import CLEAN, FOUND, run_cli
 from sentinel.daemon.config import load_config
 from sentinel.errors import ConfigError
-from sentinel.report.message import sample_alert
+from sentinel.report.sample_alert import sample_alert
 from sentinel.report.sinks.sink_table import build_sink, build_sinks
 
 pytestmark = pytest.mark.slow  # Packages of others are first imported by a process of their own.

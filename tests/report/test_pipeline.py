@@ -5,9 +5,9 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.report.alert import RouteConfig, alerts_for, open_alerts
-from sentinel.report.message import sample_alert
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket
+from sentinel.report.sample_alert import sample_alert
 from sentinel.report.sinks.delivery import SENT, Delivery
 
 from ..support.anomalies import an_incident

@@ -9,11 +9,14 @@ import pytest
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.report.alert import RouteConfig, alerts_for
+from sentinel.report.links import MessageLinks
+from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.console import ConsoleConfig, ConsoleSink
-from sentinel.report.sinks.delivery import SENT, Delivery, judge_answer, retry_after
+from sentinel.report.sinks.delivery import SENT, Delivery, SinkParts, judge_answer, retry_after
 from sentinel.report.sinks.sink_table import NotifyConfig, build_sinks
-from sentinel.report.sinks.slack import MAX_BLOCKS, MAX_SECTION, MAX_TOTAL, SlackConfig, SlackSink, clip, escape
+from sentinel.report.sinks.slack import SlackConfig
+from sentinel.report.sinks.slack_blocks import MAX_BLOCKS, MAX_SECTION, MAX_TOTAL, clip, escape
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 
 from ..support.anomalies import an_incident
@@ -43,9 +46,24 @@ def an_alert(sink, before=None, after=None, **changes):
     return alerts_for(before, after or on_rank_2(**changes), [(sink, RouteConfig())], now=1000.0)[0]
 
 
+WRITER = MessageWriter(MessageLinks(external_url="https://sentinel.example"))
+
+
+class FakeParts(SinkParts):
+    """Parts with a poster that keeps what it was asked to send."""
+
+    def __init__(self, answers=(), **changes):
+        usual = {"environ": ENVIRON, "stream": io.StringIO(), "links": MessageLinks(external_url="https://sentinel.example")}
+        super().__init__(**(usual | changes))
+        object.__setattr__(self, "fake", FakePoster(answers))
+
+    def poster(self, timeout_s):
+        return self.fake
+
+
 def slack(**changes):
-    poster = FakePoster()
-    return SlackSink(SlackConfig(url_env="SLACK", **changes), poster, ENVIRON, "https://sentinel.example"), poster
+    parts = FakeParts()
+    return SlackConfig(url_env="SLACK", **changes).build(parts), parts.fake
 
 
 def characters(message):
@@ -67,10 +85,10 @@ def test_slack_message_has_text_and_says_where_it_began():
     url, body, _ = poster.requests[0]
     message = json.loads(body)
     assert url == ENVIRON["SLACK"]
-    assert message["text"].startswith("CRITICAL: NaN in blocks.3")
+    assert message["text"].startswith("CRITICAL: run r: NaN in blocks.3")
     assert "blocks.3.mlp activation rank 2" in body.decode()
     assert "<!here>" in body.decode()
-    assert "<https://sentinel.example/#incident=i1|open>" in body.decode()
+    assert "<https://sentinel.example/incidents/i1?run=r|incident>" in body.decode()
 
 
 @pytest.mark.parametrize("num_alerts", [1, 2, 60, 500])
@@ -99,7 +117,7 @@ def test_a_digest_names_the_worst_and_counts_the_rest():
     alerts = [an_alert("slack", id=f"i{n}", severity=Severity.WARNING) for n in range(99)]
     alerts.append(an_alert("slack", id="page", title="the worst", paged=True))
 
-    message = sink.digest(alerts)
+    message = sink.form.digest(alerts)
 
     assert "100 alerts at once in 1 run, 1 of them pages" in message["text"]
     assert "the worst" in message["blocks"][1]["text"]["text"]
@@ -299,7 +317,7 @@ def test_the_console_prints_a_line_without_control_characters():
 
     ConsoleSink(ConsoleConfig(), stream).deliver([an_alert("console", title="a\x1b[2J\nb")], now=0.0)
 
-    assert stream.getvalue().splitlines()[0] == "sentinel: CRITICAL: a?[2J?b, run r, step 71"
+    assert stream.getvalue().splitlines()[0] == "sentinel: CRITICAL: run r: a?[2J?b, step 71"
 
 
 @pytest.mark.parametrize(

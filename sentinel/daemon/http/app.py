@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sentinel.daemon.http import endpoints
-from sentinel.daemon.http.daemon_api import DaemonApi, Unavailable, UnknownRun
+from sentinel.daemon.http.daemon_api import DaemonApi, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.http.middleware import AnswersAtOnce, BodyAtHand, FailuresInWords, RequestGuard, SecurityHeaders
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.responses import problem
@@ -41,6 +41,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
     app = Starlette(
         routes=[
             get("/", endpoints.page),
+            get("/incidents/{incident}", endpoints.incident),
             get("/metrics", endpoints.metrics),
             get("/healthz", endpoints.healthz, Scope.NOTHING),
             get("/readyz", endpoints.readyz, Scope.NOTHING),
@@ -74,6 +75,7 @@ _HANDLERS: Mapping[Any, ErrorHandler] = {
     404: _says(404, "there is nothing here; GET / lists what there is"),
     405: _says(405, "this path does not take this method"),
     UnknownRun: _says(404),
+    UnknownIncident: _says(404),
     Unavailable: _says(503),
     Busy: _says(503),
     SentinelError: _says(400),

@@ -5,13 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.errors import SentinelError
+from sentinel.incident import Incident
+from sentinel.report.alert_context import AlertContext
+from sentinel.report.message import Link
 
 
 class UnknownRun(SentinelError):
     """A request for a run that is not served here."""
+
+
+class UnknownIncident(SentinelError):
+    """A request for an incident that no run here has."""
+
+
+class ShownIncident(msgspec.Struct, frozen=True, kw_only=True):
+    """All that its page shows of an incident."""
+
+    revisions: tuple[Incident, ...]
+    """Oldest first; at least one."""
+    context: AlertContext = AlertContext()
+    orders: tuple[str, ...] = ()
+    """What was ordered because of it, in words."""
+    links: tuple[Link, ...] = ()
+    """Runbook and dashboard."""
 
 
 class Unavailable(SentinelError):
@@ -41,6 +62,10 @@ class DaemonApi(Protocol):
 
     def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
         """Return the newest revision of each incident as lines of JSON, the last changed first."""
+        ...
+
+    def incident(self, run: str | None, incident: str) -> ShownIncident:
+        """Return an incident, open or over. UnknownRun; UnknownIncident where none, or several runs, have one of this id."""
         ...
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:

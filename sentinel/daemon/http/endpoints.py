@@ -14,7 +14,9 @@ from starlette.responses import Response
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.commanding import ACTIONS
 from sentinel.daemon.http.daemon_api import DaemonApi
-from sentinel.daemon.http.page import PAGE_POLICY, render_page
+from sentinel.daemon.http.html_frame import PAGE_POLICY
+from sentinel.daemon.http.incident_page import render_incident
+from sentinel.daemon.http.page import render_page
 from sentinel.daemon.http.responses import lines, plain
 from sentinel.daemon.series_api import SeriesRequest
 
@@ -31,6 +33,12 @@ def page(request: Request) -> Response:
         api.health(),
     )
     return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+
+
+def incident(request: Request) -> Response:
+    """Return the page of one incident, open or over."""
+    shown = api_of(request).incident(request.query_params.get("run"), request.path_params["incident"])
+    return Response(render_incident(shown), headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
 
 def metrics(request: Request) -> Response:

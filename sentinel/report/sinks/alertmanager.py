@@ -16,7 +16,7 @@ from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, reports_end
-from sentinel.report.message import facts, headline
+from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
@@ -25,6 +25,8 @@ LEAST_INTERVALS = 4
 END_STANDS_S = 3600.0
 """Seconds after which the alert about how a run ended, which is sent once, resolves itself. Too small: an Alertmanager that
 waits for its group notifies nobody; too large: a run that is over stays on the list of alerts."""
+MAX_SUMMARY = 1000
+"""Characters of the annotation that receivers show first."""
 RESERVED_LABELS = frozenset({"alertname", "run", "incident", "severity", "page"})
 
 
@@ -80,7 +82,7 @@ class AlertmanagerConfig(
 
     def build(self, parts: SinkParts) -> AlertmanagerSink:
         """Return the sink; `SinkSettings.build`."""
-        return AlertmanagerSink(self, parts.poster(self.timeout_s), parts.environ, parts.external_url)
+        return AlertmanagerSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer())
 
 
 Identity = tuple[str, str, Severity, bool]
@@ -94,7 +96,7 @@ class AlertmanagerSink:
     max_batch = 200
 
     def __init__(
-        self, config: AlertmanagerConfig, poster: Poster, environ: Mapping[str, str], external_url: str = ""
+        self, config: AlertmanagerConfig, poster: Poster, environ: Mapping[str, str], writer: MessageWriter | None = None
     ) -> None:
         path = f"notify.sinks.{config.name}"
         self.name = config.name
@@ -103,7 +105,7 @@ class AlertmanagerSink:
         self._headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         self._labels = dict(config.labels)
         self._resend_interval_s, self._resolve_after_s = config.resend_interval_s, config.resolve_after_s
-        self._external_url = external_url
+        self._writer = writer or MessageWriter()
         self._poster = poster
         self._open_alerts: dict[tuple[str, str], Alert] = {}
         self._next_resend = 0.0
@@ -154,16 +156,18 @@ class AlertmanagerSink:
         """Return one alert of the v2 API under the labels of `who`."""
         run, incident_id, severity, pages = who
         incident = alert.incident
-        annotations = {name.replace(" ", "_"): text for name, text in facts(incident)}
-        annotations["summary"] = headline(alert)
+        message = self._writer.write(alert)
+        annotations = {name.replace(" ", "_"): text for name, text in message.fields}
+        annotations |= {f"{link.name}_url": link.url for link in message.links if link.name != "incident"}
+        annotations["summary"] = message.summary(MAX_SUMMARY)
         annotations["change"] = alert.change
         if is_over:
             # Without this annotation an alert that resolves was not sent again for long: the daemon is silent.
             annotations["resolution"] = incident.state if alert.is_closed else "relabelled"
-        starts = min(incident.time, now) if incident.time > 0 else now
+        opened = alert.context.opened or incident.time
+        starts = min(opened, now) if opened > 0 else now
         stands_s = END_STANDS_S if alert.is_closed else self._resolve_after_s
         ends = now if is_over else now + stands_s
-        link = self._external_url.rstrip("/")
         return {
             "labels": {
                 **self._labels,
@@ -176,7 +180,7 @@ class AlertmanagerSink:
             "annotations": annotations,
             "startsAt": _rfc3339(starts),
             "endsAt": _rfc3339(ends),
-            "generatorURL": f"{link}/#incident={incident_id}" if link else "",
+            "generatorURL": message.link,
         }
 
     def _changes(self, alert: Alert, now: float) -> list[dict[str, Any]]:

@@ -8,8 +8,11 @@ from typing import TextIO
 import msgspec
 
 from sentinel.report.alert import Alert, RouteConfig
-from sentinel.report.message import facts, headline
+from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import SENT, Delivery, SinkParts
+
+SHOWN = ("machines", "cause", "because", "done", "what to do")
+"""What of a message has a line of its own; the page has the rest."""
 
 
 class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="console"):
@@ -23,7 +26,7 @@ class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def build(self, parts: SinkParts) -> ConsoleSink:
         """Return the sink; `SinkSettings.build`."""
-        return ConsoleSink(self, parts.stream)
+        return ConsoleSink(self, parts.stream, parts.writer())
 
 
 class ConsoleSink:
@@ -32,26 +35,23 @@ class ConsoleSink:
     digest_after = 0
     max_batch = 1
 
-    def __init__(self, config: ConsoleConfig, stream: TextIO) -> None:
+    def __init__(self, config: ConsoleConfig, stream: TextIO, writer: MessageWriter | None = None) -> None:
         self.name = config.name
         self._stream = stream
+        self._writer = writer or MessageWriter()
 
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
-        """Write one line an alert, and behind it where it began, the cause and what to do, as far as they are known."""
+        """Write one line an alert, and behind it where it began, on which machines, the cause and what to do, if known."""
         try:
             for alert in alerts:
-                print(printable(f"sentinel: {headline(alert)}"), file=self._stream)
-                known = dict(facts(alert.incident))
+                message = self._writer.write(alert)
+                print(f"sentinel: {message.headline()}", file=self._stream)
+                known = dict(message.fields)
                 place = ", ".join(f"{name} {known[name]}" for name in ("began with", "module") if name in known)
-                lines = [place, *(f"{name}: {known[name]}" for name in ("cause", "because", "what to do") if name in known)]
+                lines = [place, *(f"{name}: {known[name]}" for name in SHOWN if name in known)]
                 for line in filter(None, lines):
-                    print(printable(f"          {line}"), file=self._stream)
+                    print(f"          {line}", file=self._stream)
             self._stream.flush()
         except (OSError, ValueError) as error:
             return Delivery(outcome="failed", detail=f"console: {error}")
         return SENT
-
-
-def printable(text: str) -> str:
-    """Return text without control characters: a tensor's name must not move the cursor."""
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -15,6 +15,8 @@ import urllib3
 
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.links import NO_LINKS, MessageLinks
+from sentinel.report.message_writer import MessageWriter, OrdersOf, no_orders
 from sentinel.report.sinks import cutting
 
 CUT_S = 0.5
@@ -70,12 +72,23 @@ class SinkParts:
     """The environment as the command line hands it down, for secrets."""
     stream: TextIO
     """Where the console is."""
-    external_url: str = ""
-    """Address of the daemon's page, for links; empty: no links."""
+    links: MessageLinks = NO_LINKS
+    """What messages lead to."""
+    orders_of: OrdersOf = no_orders
+    """Returns what was ordered because of an incident, in words."""
     proxy: str = ""
     """`notify.proxy`."""
     ca_file: str = ""
     """`notify.ca_file`."""
+
+    @property
+    def external_url(self) -> str:
+        """Address of the daemon's page, for links; empty: no links."""
+        return self.links.external_url
+
+    def writer(self) -> MessageWriter:
+        """Return what makes the messages of a sink."""
+        return MessageWriter(self.links, self.orders_of)
 
     def poster(self, timeout_s: float) -> HttpPoster:
         """Return what makes requests as the `notify` section says."""

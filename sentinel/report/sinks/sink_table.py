@@ -12,6 +12,8 @@ from sentinel.errors import ConfigError, SentinelError
 from sentinel.exception_words import described
 from sentinel.outside_calls import misfit
 from sentinel.report.alert import RouteConfig
+from sentinel.report.links import MessageLinks, check_template
+from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig
 from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.delivery import Sink, SinkParts, SinkSettings
@@ -40,6 +42,14 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     external_url: str = ""
     """Address of the daemon's page as readers of a message see it, for links; empty: no links."""
 
+    runbook_url: str = ""
+    """Address of the runbook, for links, with names in braces: `https://wiki.example/sentinel/{detector}`. The names: run,
+    incident, detector, cause, severity, module, attempt, step, rank, host, job, from_ms, to_ms. Empty: no link."""
+
+    dashboard_url: str = ""
+    """Address of a dashboard, for links, with the same names: `https://grafana.example/d/sentinel?var-run={run}&from={from_ms}
+    &to={to_ms}`. Empty: no link."""
+
     proxy: str = ""
     """HTTP proxy for all sinks, `http://host:port`; empty: none. The environment's proxies are not used."""
 
@@ -59,6 +69,8 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most incidents that wait for one sink; past it the oldest that are no pages are dropped, counted."""
 
     def __post_init__(self) -> None:
+        check_template(self.runbook_url, "notify.runbook_url")
+        check_template(self.dashboard_url, "notify.dashboard_url")
         names = [sink.name for sink in self.sinks]
         for name in names:
             if names.count(name) > 1:
@@ -89,10 +101,19 @@ def outside_sinks() -> OutsideSinks:
     return OutsideSinks(SINKS)
 
 
-def build_sink(config: SinkSettings, notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> Sink:
+def build_sink(
+    config: SinkSettings,
+    notify: NotifyConfig,
+    environ: Mapping[str, str],
+    stream: TextIO,
+    orders_of: OrdersOf = no_orders,
+) -> Sink:
     """Return the sink that `config` describes; ConfigError when its secret is missing. Opens no connection."""
+    links = MessageLinks(
+        external_url=notify.external_url, runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url
+    )
     parts = SinkParts(
-        environ=environ, stream=stream, external_url=notify.external_url, proxy=notify.proxy, ca_file=notify.ca_file
+        environ=environ, stream=stream, links=links, orders_of=orders_of, proxy=notify.proxy, ca_file=notify.ca_file
     )
     try:
         sink = config.build(parts)
@@ -108,6 +129,8 @@ def build_sink(config: SinkSettings, notify: NotifyConfig, environ: Mapping[str,
     return sink
 
 
-def build_sinks(notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO) -> list[Sink]:
+def build_sinks(
+    notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO, orders_of: OrdersOf = no_orders
+) -> list[Sink]:
     """Return all sinks. environ: the environment as the command line hands it down; stream: for the console."""
-    return [build_sink(config, notify, environ, stream) for config in notify.sinks]
+    return [build_sink(config, notify, environ, stream, orders_of) for config in notify.sinks]

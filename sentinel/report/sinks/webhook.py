@@ -11,7 +11,8 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig
-from sentinel.report.message import headline, worst_first
+from sentinel.report.message import worst_first
+from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
 
@@ -57,7 +58,7 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def build(self, parts: SinkParts) -> WebhookSink:
         """Return the sink; `SinkSettings.build`."""
-        return WebhookSink(self, parts.poster(self.timeout_s), parts.environ, parts.external_url)
+        return WebhookSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer())
 
 
 class WebhookSink:
@@ -69,7 +70,9 @@ class WebhookSink:
 
     max_batch = 200
 
-    def __init__(self, config: WebhookConfig, poster: Poster, environ: Mapping[str, str], external_url: str = "") -> None:
+    def __init__(
+        self, config: WebhookConfig, poster: Poster, environ: Mapping[str, str], writer: MessageWriter | None = None
+    ) -> None:
         path = f"notify.sinks.{config.name}"
         self.name = config.name
         self.digest_after = config.digest_after
@@ -79,7 +82,7 @@ class WebhookSink:
         self._url = check_url(url, f"{path}.url")
         self._secret = read_secret(f"{path}.secret", config.secret_file, config.secret_env, environ)
         self._bearer = read_secret(f"{path}.bearer", config.bearer_file, config.bearer_env, environ)
-        self._external_url = external_url
+        self._writer = writer or MessageWriter()
         self._poster = poster
 
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
@@ -96,22 +99,25 @@ class WebhookSink:
 
     def document(self, alerts: Sequence[Alert]) -> dict[str, Any]:
         """Return what is posted, as plain data."""
-        link = self._external_url.rstrip("/")
         return {
             "version": "1",
             "digest": len(alerts) > 1,
-            "alerts": [
-                {
-                    "key": alert.key,
-                    "change": alert.change,
-                    "page": alert.is_page,
-                    "repeated": alert.repeated,
-                    "text": headline(alert),
-                    "url": f"{link}/#incident={alert.incident.id}" if link else None,
-                    "incident": alert.incident,
-                }
-                for alert in worst_first(alerts)
-            ],
+            "alerts": [self._entry(alert) for alert in worst_first(alerts)],
+        }
+
+    def _entry(self, alert: Alert) -> dict[str, Any]:
+        message = self._writer.write(alert)
+        return {
+            "key": alert.key,
+            "change": alert.change,
+            "page": alert.is_page,
+            "repeated": alert.repeated,
+            "text": message.headline(),
+            "facts": dict(message.fields),
+            "url": message.link or None,
+            "links": {link.name: link.url for link in message.links},
+            "context": alert.context,
+            "incident": alert.incident,
         }
 
 

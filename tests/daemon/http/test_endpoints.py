@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.credentials import Credentials
-from sentinel.daemon.http.daemon_api import Unavailable, UnknownRun
+from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.errors import ConfigError, StoreError
+from sentinel.report.message import Link
+
+from ...support.anomalies import an_incident
 
 TOKENS = Tokens(read="r" * 20, control="c" * 20, silence="s" * 20)
 READ = {"Authorization": "Bearer " + TOKENS.read}
@@ -54,6 +59,16 @@ class FakeApi:
         self._known(run)
         incident = {"id": "i1", "severity": 'critical"onload=', "title": "<img src=x onerror=alert(1)>", "ranks": [0]}
         return [json.dumps(incident).encode()]
+
+    def incident(self, run: str | None, incident: str) -> ShownIncident:
+        self._known(run)
+        if incident != "i1":
+            raise UnknownIncident(f'incident "{incident}": there is none')
+        evil = "<img src=x onerror=alert(1)>\x1b[2J"
+        opened = an_incident(run=evil, title=evil, root_name=evil, suspected=evil, evidence=(f"suspected x: {evil}",))
+        over = msgspec.structs.replace(opened, revision=2, state="resolved")
+        links = (Link("runbook", 'https://w/"onload=x'),)
+        return ShownIncident(revisions=(opened, over), orders=(evil,), links=links)
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         self._known(request.run)
@@ -93,7 +108,10 @@ def client_of(api: FakeApi, listen: str = "127.0.0.1:9464", **options: Any) -> T
     return TestClient(make_app(api, RequestGate(config, TOKENS)), base_url="http://127.0.0.1:9464")
 
 
-READS = ["/", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series", "/api/v1/control"]
+READS = [
+    "/", "/incidents/i1", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
+    "/api/v1/control",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", [*READS, "/healthz", "/readyz"])
@@ -216,7 +234,7 @@ def test_the_page_escapes_everything_and_runs_nothing(api: FakeApi) -> None:
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert ' src="' not in answer.text
-    assert ' href="' not in answer.text
+    assert re.findall(r' href="([^"]*)"', answer.text) == ["incidents/i1?run="]
 
 
 def test_every_answer_carries_the_guarding_headers(api: FakeApi) -> None:
@@ -371,3 +389,20 @@ def test_a_body_that_is_no_order_is_the_callers_mistake(body: bytes) -> None:
     client = TestClient(make_app(FakeApi(), RequestGate(HttpConfig(), TOKENS)), base_url="http://127.0.0.1")
 
     assert client.post("/api/v1/control", content=body, headers=CONTROL).status_code == 400
+
+
+def test_the_page_of_an_incident_that_is_over_shows_it_with_everything_escaped(api: FakeApi) -> None:
+    answer = client_of(api).get("/incidents/i1?run=a")
+
+    assert answer.status_code == 200 and "text/html" in answer.headers["content-type"]
+    assert "WARNING resolved" in answer.text and "How it went on" in answer.text
+    assert "<img" not in answer.text and '"onload' not in answer.text
+    assert "\x1b" not in answer.text.split("How it went on")[0]
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "refresh" not in answer.text, "nothing of it changes any more"
+
+
+def test_an_incident_that_nobody_has_is_404_in_words(api: FakeApi) -> None:
+    for path in ("/incidents/i2", "/incidents/i1?run=b", "/incidents/i1/x", "/incidents/"):
+        answer = client_of(api).get(path)
+        assert answer.status_code == 404 and answer.json()["error"]
