@@ -1,4 +1,4 @@
-"""Message: what people are told of an incident, in the order in which they ask; every text bounded and without controls.
+"""AlertMessage: what people are told of an incident, in the order in which they ask; every text bounded and without controls.
 
 The order: which run and what happened, where, since when, how bad it is, what was done, what to do next, and links.
 """
@@ -50,7 +50,7 @@ class Link(msgspec.Struct, frozen=True):
     url: str
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class AlertMessage(msgspec.Struct, frozen=True, kw_only=True):
     """What a sink says of one alert, in its own form."""
 
     word: str
@@ -96,9 +96,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return head + end_cut(self.what, max(limit - len(head) - len(tail), 0)) + tail
 
 
-def message_of(alert: Alert, done: Sequence[str] = (), links: Sequence[Link] = ()) -> Message:
+def message_of(alert: Alert, done: Sequence[str] = (), links: Sequence[Link] = ()) -> AlertMessage:
     """Return what is said of an alert. done: what was ordered because of it, in words."""
-    return Message(
+    return AlertMessage(
         word=_word(alert),
         run=visible(alert.incident.run, MAX_RUN),
         what=visible(_what(alert.incident), MAX_FIELD),

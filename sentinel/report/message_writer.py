@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sentinel.report.alert import Alert
 from sentinel.report.links import NO_LINKS, MessageLinks
-from sentinel.report.message import Message, message_of
+from sentinel.report.message import AlertMessage, message_of
 
 OrdersOf = Callable[[Alert], Sequence[str]]
 """Returns what was ordered of the trainer because of an incident, in words, as it stands now."""
@@ -24,6 +24,6 @@ class MessageWriter:
         self._links = links
         self._orders_of = orders_of
 
-    def write(self, alert: Alert) -> Message:
+    def write(self, alert: Alert) -> AlertMessage:
         """Return what is said of an alert."""
         return message_of(alert, self._orders_of(alert), self._links.of(alert))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sentinel.report.alert import Alert
-from sentinel.report.message import Message, end_cut, worst_first
+from sentinel.report.message import AlertMessage, end_cut, worst_first
 from sentinel.report.message_writer import MessageWriter
 
 MAX_HEADER = 150
@@ -24,7 +24,7 @@ MAX_DIGEST_LINES = 40
 Block = dict[str, Any]
 
 
-def message_blocks(alert: Alert, message: Message, mention: str) -> dict[str, Any]:
+def message_blocks(alert: Alert, message: AlertMessage, mention: str) -> dict[str, Any]:
     """Return the Block Kit message of one alert. mention: put before a page, as Slack writes it."""
     header = message.headline(MAX_HEADER)
     blocks: list[Block] = [{"type": "header", "text": {"type": "plain_text", "text": header}}]
@@ -101,7 +101,7 @@ def _fact_blocks(lines: Sequence[str]) -> list[Block]:
     return [section(text) for text in blocks]
 
 
-def _footer(alert: Alert, message: Message) -> str:
+def _footer(alert: Alert, message: AlertMessage) -> str:
     links = [f"<{escape(one.url)}|{one.name}>" for one in message.links if len(escape(one.url)) < MAX_URL]
     incident = alert.incident
     words = f"{end_cut(escape(incident.id), 100)}, revision {incident.revision}"
