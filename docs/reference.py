@@ -22,6 +22,7 @@ import msgspec
 
 ROOT = Path(__file__).parents[1]
 """The repository."""
+DOCS = ROOT / "docs"
 HELP_WIDTH = 100
 """Characters in a line of a command's help."""
 
@@ -30,12 +31,17 @@ class PageError(Exception):
     """A page asks for what the code does not have, or a field of a configuration says nothing of itself."""
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Return a page as mkdocs goes on with it: directives filled in, links to files of the repository checked."""
+def on_page_markdown(markdown: str, *, page: Any = None, **kwargs: Any) -> str:
+    """Return a page as mkdocs goes on with it: directives filled in, links to files of the repository checked.
+
+    page: as mkdocs has it; None: one of the pages beside this file.
+    """
+    folder = DOCS if page is None else (DOCS / page.file.src_uri).parent
     markdown = re.sub(r"^\{\{ fields (\S+) \}\}$", lambda found: fields_table(found[1]), markdown, flags=re.MULTILINE)
     if "{{ commands }}" in markdown:
         markdown = markdown.replace("{{ commands }}", commands_text())
-    return re.sub(r'\[([^\]]*)\]\(\.\./([^)\s]+)(?: "([^"]*)")?\)', _repository_link, markdown)
+    link = re.compile(r'\[([^\]]*)\]\((\.\./[^)\s]+)(?: "([^"]*)")?\)')
+    return link.sub(lambda found: _repository_link(found, folder), markdown)
 
 
 def fields_table(path: str) -> str:
@@ -170,9 +176,15 @@ def _sections(command: click.Command, context: click.Context, level: int) -> lis
     return found
 
 
-def _repository_link(found: re.Match[str]) -> str:
-    """Turn a link to a file outside docs/, which the site does not hold, into its text; the file has to be there."""
-    text, path, title = found[1], found[2], found[3]
-    if not (ROOT / path.partition("#")[0]).exists():
-        raise PageError(f"a page links to ../{path}: expected a file of the repository, got none")
-    return f'<span title="{path}{": " + title if title else ""}">{text}</span>'
+def _repository_link(found: re.Match[str], folder: Path) -> str:
+    """Turn a link to a file outside docs/, which the site does not hold, into its text; the file has to be there.
+
+    folder: of the page.
+    """
+    text, given, title = found[1], found[2], found[3]
+    path = (folder / given.partition("#")[0]).resolve()
+    if path.is_relative_to(DOCS):
+        return found[0]
+    if not path.is_relative_to(ROOT) or not path.exists():
+        raise PageError(f"a page links to {given}: expected a file of the repository, got none")
+    return f'<span title="{path.relative_to(ROOT)}{": " + title if title else ""}">{text}</span>'

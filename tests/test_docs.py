@@ -28,7 +28,7 @@ from sentinel.monitor_config import MonitorConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_each_page_is_in_the_navigation_once() -> None:
     (nav,) = re.findall(r"^nav:\n((?:  .*\n?)+)", text, re.MULTILINE)
     entries = [page for part in yaml.safe_load(nav) for page in leaves(part)]
 
-    assert sorted(entries) == [page.name for page in PAGES]
+    assert sorted(entries) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
 
 
 def leaves(entry: Any) -> Iterator[str]:

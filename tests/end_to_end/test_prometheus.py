@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import re
-import subprocess
 import time
 import urllib.parse
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 from sentinel.report.metrics import MetricsSnapshot, NormAggregate, RunMetrics
 from sentinel.report.prometheus_page import MetricsCollector
 
-from ..support.servers import Receiver, get_json, need, prometheus
+from ..support.servers import Receiver, get_json, need, prometheus, run_tool
 from ..support.snapshots import full_snapshot
 from ..support.waiting import wait_for
 
@@ -32,11 +30,6 @@ def a_run(**changes):
     )  # fmt: skip
 
 
-def run_tool(*arguments, stdin=b"", cwd=None):
-    done = subprocess.run(arguments, input=stdin, capture_output=True, timeout=60, check=False, cwd=cwd)
-    return done.returncode, (done.stdout + done.stderr).decode()
-
-
 @pytest.mark.parametrize("num_runs", [0, 1, 3])
 def test_promtool_finds_nothing_to_complain_about(num_runs):
     need("promtool")
@@ -45,61 +38,6 @@ def test_promtool_finds_nothing_to_complain_about(num_runs):
     body, _ = MetricsCollector(lambda: snapshot).render()
 
     assert run_tool("promtool", "check", "metrics", stdin=body) == (0, "")
-
-
-def test_the_shipped_rules_hold_their_own_tests():
-    need("promtool")
-
-    code, text = run_tool("promtool", "test", "rules", "sentinel.rules.test.yml", cwd=DEPLOY / "prometheus")
-
-    assert code == 0, text
-
-
-def test_the_shipped_configurations_are_valid():
-    need("promtool", "amtool")
-
-    for arguments in (
-        ("promtool", "check", "config", DEPLOY / "prometheus" / "prometheus.yml"),
-        ("amtool", "check-config", DEPLOY / "alertmanager" / "alertmanager.yml"),
-    ):
-        code, text = run_tool(*map(str, arguments))
-        assert code == 0, text
-
-
-@pytest.mark.parametrize(
-    ("labels", "receiver"),
-    [
-        ({"alertname": "SentinelIncident", "page": "yes", "severity": "critical"}, "pager"),
-        ({"alertname": "SentinelIncident", "page": "no", "severity": "critical"}, "chat"),
-        ({"alertname": "SentinelIncident", "page": "no", "severity": "warning"}, "chat"),
-        ({"alertname": "SentinelDown", "severity": "critical"}, "pager"),
-        ({"alertname": "SentinelRanksMissing", "severity": "warning"}, "chat"),
-    ],
-)
-def test_only_what_pages_is_routed_to_the_pager(labels, receiver):
-    need("amtool")
-    words = [f"{name}={value}" for name, value in labels.items()]
-
-    code, text = run_tool(
-        "amtool", "config", "routes", "test", f"--config.file={DEPLOY / 'alertmanager' / 'alertmanager.yml'}", *words
-    )
-
-    assert (code, text.splitlines()[0]) == (0, receiver)
-
-
-def test_every_metric_in_the_shipped_rules_exists():
-    names = {
-        line.split()[2]
-        for line in MetricsCollector(lambda: full_snapshot((a_run(),)))
-        .render()[0].decode().splitlines()
-        if line.startswith("# TYPE")
-    }  # fmt: skip
-    text = (DEPLOY / "prometheus" / "sentinel.rules.yml").read_text()
-
-    used = set(re.findall(r"\bsentinel_\w+", text))
-
-    assert len(used) > 10
-    assert used <= names
 
 
 def test_a_real_prometheus_scrapes_and_fires(tmp_path):

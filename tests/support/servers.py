@@ -32,6 +32,12 @@ def need(*names: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
+def run_tool(*arguments: str, stdin: bytes = b"", cwd: Path | None = None) -> tuple[int, str]:
+    """Return the exit code of a program, and what it wrote."""
+    done = subprocess.run(arguments, input=stdin, capture_output=True, timeout=60, check=False, cwd=cwd)
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
 def get(url: str, data: bytes | None = None) -> bytes:
     """Return what a server answers, past any proxy. data: of a POST."""
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
