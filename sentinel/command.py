@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,8 @@ from sentinel.kinds import MODULE_KINDS, labels
 ANY_ATTEMPT = -1
 ALARM_KINDS: tuple[str, ...] = tuple(sorted(labels(MODULE_KINDS)))
 """Kinds that a command for more measurement enables where it names none."""
+TrainerAction: TypeAlias = Literal["checkpoint", "skip_batches", "pause"]
+"""What a trainer may be asked for."""
 
 
 class EnableMonitoring(msgspec.Struct, frozen=True, kw_only=True, tag="EnableMonitoring"):
@@ -99,6 +101,28 @@ class DescribeStructure(msgspec.Struct, frozen=True, kw_only=True, tag="Describe
     attempt: int = ANY_ATTEMPT
 
 
+class RequestAction(msgspec.Struct, frozen=True, kw_only=True, tag="RequestAction"):
+    """Ask the trainer for what only it can do on all ranks alike. It reaches code that calls `monitor.requests()`."""
+
+    id: str
+    seq: int
+    at_step: int
+    """Step from whose beginning on it is handed out."""
+    action: TrainerAction
+    """`checkpoint`: save one now. `skip_batches`: pass over the next ones without training on them. `pause`: do not begin
+    the next step until it is over."""
+    num_batches: int = 0
+    """Of `skip_batches`: steps whose batches are passed over, on every rank its own."""
+    for_s: float = 0.0
+    """Of `pause`: seconds after which it is over by itself."""
+    for_steps: int = 100
+    """Steps from at_step on within which the trainer has to ask; later it counts as missed."""
+    ranks: tuple[int, ...] = ()
+    """Always empty: all."""
+    reason: str = ""
+    attempt: int = ANY_ATTEMPT
+
+
 class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCommand"):
     """Forget a command that not every rank could obey in time."""
 
@@ -109,5 +133,7 @@ class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCo
     reason: str = ""
 
 
-Command = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure | WithdrawCommand
+Obeyed: TypeAlias = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure | RequestAction
+"""Commands that ranks obey at their step."""
+Command: TypeAlias = Obeyed | WithdrawCommand
 """Any command; the JSON field `type` names which."""

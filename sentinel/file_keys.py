@@ -32,7 +32,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "notify.give_up_after_s", "notify.max_pending", "control.escalate",
         "control.dry_run", "control.for_steps", "control.latency_s", "control.cooldown_s", "control.max_per_hour",
         "control.expires_s", "control.follow_config", "control.max_edits_per_hour", "control.dump_kinds",
-        "control.dump_for_steps", "control.dump_first_n", "control.max_dumps_per_hour",
+        "control.dump_for_steps", "control.dump_first_n", "control.max_dumps_per_hour", "control.policies",
     ),
     RULES: ("rules", "builtin", "rules.detector", "rules.match", "rules.severity", "rules.actions"),
     RULE_TESTS: ("tests", "tests.input", "tests.expect"),

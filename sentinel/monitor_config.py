@@ -27,7 +27,7 @@ from sentinel.typed_document import locate, parse_named, read_struct
 SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
 """Placements that the key `site_placements` may give to an activation that is no DTensor."""
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED_KINDS)
-COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "DumpTensors")
+COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "RequestAction", "DumpTensors")
 DEFAULT_COMMANDS = COMMANDS[:-1]
 """Commands allowed by default. DumpTensors is not: raw tensors are training data and fill disks."""
 MAX_CONFIG_BYTES = 2**20
@@ -221,7 +221,7 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Sum the bit patterns of params and reduced wgrads, so that replicas can be compared."""
     allow_commands: tuple[str, ...] = DEFAULT_COMMANDS
     """Commands of the daemon that this trainer carries out; empty: none. ChangeConfig is an edit of this file;
-    DumpTensors is carried out only where it is named here."""
+    RequestAction reaches only code that calls `monitor.requests()`; DumpTensors is obeyed only where it is named here."""
     dump: DumpConfig = DumpConfig()
     """Raw tensors."""
     outside_probes: tuple[str, ...] = ()

@@ -223,6 +223,7 @@ MAX_METHODS = 20
 """Methods, properties included, of a class of collect/: one that has more decides more than one thing (chosen)."""
 MANY_METHODS = {
     "Monitor": "what trainers call: each method hands its call to one part",
+    "Unmeasured": "the methods of Monitor, none of which does anything",
     "HuggingFaceCallback": "the Trainer's events, by their names",
     "LightningCallback": "Lightning's hooks, by their names",
 }

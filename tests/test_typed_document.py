@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.control.policy import ControlConfig
+from sentinel.control.config import ControlConfig
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config import load_config as load_daemon_config
 from sentinel.document import BrokenDocument, Located, parse, parse_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 
 from sentinel.cli.explain import run_with_incident
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
+from sentinel.cli.time_lengths import parse_duration
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.errors import ConfigError
 from sentinel.incident import CLOSED_STATES, Incident, IncidentAct
@@ -23,7 +23,6 @@ WAIT_S = 3.0
 """Seconds that a daemon has to take an act before the command says that it waits. Daemons look several times a second; where
 none runs, a person waits this long."""
 
-_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DIR = click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
 _WHO = click.option("--who", metavar="NAME", help="Who does this. Default: the user's own name.")
 _WHY = click.option("--why", default="", metavar="TEXT", help="Why, in a few words; sent with it.")
@@ -114,10 +113,8 @@ def _await(run_dir: Path, act: IncidentAct) -> Incident | None:
 
 def parse_until(text: str, now: float) -> float:
     """Return the seconds since the epoch that `4h`, `30min`, `2d` or an ISO time (UTC unless it says else) mean."""
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip()):
-        if match[2] in _UNITS:
-            return now + float(match[1]) * _UNITS[match[2]]
-        raise ConfigError(f'--until: unknown unit "{match[2]}"; known: {", ".join(_UNITS)}')
+    if (seconds := parse_duration(text, "--until")) is not None:
+        return now + seconds
     try:
         when = datetime.fromisoformat(text)
     except ValueError as error:

@@ -11,7 +11,14 @@ import msgspec
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 from sentinel.cli.progress import RunProgress, progress_of
-from sentinel.command import ALARM_KINDS, DescribeStructure, DisableMonitoring, DumpTensors, EnableMonitoring
+from sentinel.command import (
+    ALARM_KINDS,
+    DescribeStructure,
+    DisableMonitoring,
+    DumpTensors,
+    EnableMonitoring,
+    RequestAction,
+)
 from sentinel.control.commands import RunCommands
 from sentinel.control.edits import PERSON_LATENCY_S
 from sentinel.control.policy import first_step
@@ -160,7 +167,9 @@ def warn_if_unresponsive(run_dir: Path, progress: RunProgress) -> int:
 
 
 def show(
-    run_dir: Path, command: EnableMonitoring | DisableMonitoring | DumpTensors | DescribeStructure, as_json: bool
+    run_dir: Path,
+    command: EnableMonitoring | DisableMonitoring | DumpTensors | DescribeStructure | RequestAction,
+    as_json: bool,
 ) -> None:
     """Print the command that was written, for people or as JSON."""
     path = run_dir / "control" / f"{command.seq:06d}.json"

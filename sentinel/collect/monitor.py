@@ -20,6 +20,7 @@ from sentinel.collect.rows.rank_descriptor import RankDescriptor
 from sentinel.collect.rows.scalars import Scalars
 from sentinel.collect.schedule.applying import Planning
 from sentinel.collect.step_runner import StepRunner
+from sentinel.command import RequestAction
 from sentinel.kinds import MODULE_KINDS
 from sentinel.place import Place
 from sentinel.record import Kind
@@ -27,7 +28,7 @@ from sentinel.version import VERSION
 
 log = logging.getLogger("sentinel")
 
-ACTIVITIES = ("init", "train", "eval", "checkpoint")
+ACTIVITIES = ("init", "train", "eval", "checkpoint", "pause")
 
 
 class Monitor:
@@ -116,7 +117,7 @@ class Monitor:
         return MoETracker(self)
 
     def activity(self, name: str) -> None:
-        """Set what the trainer does from now on: init, train, eval or checkpoint; outside train longer silence is normal."""
+        """Set what the trainer does from now on, one of ACTIVITIES; outside train longer silence is normal."""
         if name in ACTIVITIES:
             self.runner.running.note_activity(name)
         else:
@@ -204,6 +205,32 @@ class Monitor:
     def activations(self) -> dict[str, Statistics]:
         """Return `activation_in`, `activation`, `dgrad` and `dgrad_in` of the running step, as `gradients`."""
         return self._statistics.of(MODULE_KINDS)
+
+    # -- what the trainer is asked for -----------------------------------------------------------------------------
+
+    def requests(self) -> list[RequestAction]:
+        """Return what this trainer is asked for now: `checkpoint`, `skip_batches` or `pause`; each once. Often nothing.
+
+        Call it between two steps, on every rank, every step or every few. Every rank has a request ready at the same step;
+        where ranks must agree for certain (a checkpoint that all of them write), hand rank 0's list to the others:
+        requests are plain values that `broadcast_object_list` takes. Answer each with `answer`.
+        """
+        try:
+            taken = self.planning.inbox.requests.take()
+            if any(request.action == "pause" for request in taken):
+                self.activity("pause")
+            return taken
+        except Exception as error:
+            self.recorder.guard("requests", error)
+            return []
+
+    def answer(self, request: RequestAction, *, is_done: bool = True, why: str = "") -> None:
+        """Say that a request is done, or that it is refused, and why: people and the daemon's audit read it."""
+        self.planning.inbox.requests.answer(request, is_done=is_done, why=why)
+
+    def is_open(self, request: RequestAction) -> bool:
+        """Return whether a request still stands: a `pause` is over when it was withdrawn, and after its `for_s` seconds."""
+        return self.planning.inbox.requests.is_open(request)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

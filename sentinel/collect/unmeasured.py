@@ -56,6 +56,17 @@ class Unmeasured:
     def activity(self, name: str) -> None:
         """Do nothing."""
 
+    def requests(self) -> list[Any]:
+        """Return nothing: nobody asks."""
+        return []
+
+    def answer(self, request: Any, *, is_done: bool = True, why: str = "") -> None:
+        """Accept and forget."""
+
+    def is_open(self, request: Any) -> bool:
+        """Return that nothing is asked."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """Return nothing to resume."""
         return {}

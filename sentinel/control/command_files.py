@@ -24,14 +24,16 @@ from sentinel.command import (
     DisableMonitoring,
     DumpTensors,
     EnableMonitoring,
+    RequestAction,
     WithdrawCommand,
 )
 from sentinel.errors import StoreError
 from sentinel.private_files import create_file, make_directory
 
 CommandT = TypeVar(
-    "CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, DumpTensors, DescribeStructure, WithdrawCommand
-)
+    "CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, DumpTensors, DescribeStructure, RequestAction,
+    WithdrawCommand,
+)  # fmt: skip
 _FILE = re.compile(r"(\d{6,})\.json")
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 

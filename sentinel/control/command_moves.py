@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from sentinel.command import (
     ChangeConfig,
-    DescribeStructure,
     DisableMonitoring,
     DumpTensors,
     EnableMonitoring,
+    Obeyed,
+    RequestAction,
     WithdrawCommand,
 )
 from sentinel.control.command_status import CommandStatus
@@ -19,8 +20,6 @@ from sentinel.control.known_commands import is_over
 GRACE_S = 2.0
 """Seconds after which a rank that has not answered, since another passed the command's step, counts as too late. Shorter: so
 does a rank whose answer is on its way; longer: a command that failed is withdrawn later."""
-Obeyed: TypeAlias = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
-"""Commands that ranks obey at their step."""
 
 
 class Move(NamedTuple):
@@ -44,8 +43,11 @@ def next_move(status: CommandStatus, ended: Mapping[int, int], now: float, expir
     assert not isinstance(command, WithdrawCommand)
     live = [rank for rank in ended if not command.ranks or rank in command.ranks]
     acks = {rank: status.acks.get(rank, "") for rank in live}
+    if isinstance(command, RequestAction) and status.state in ("armed", "applied", "partial"):
+        return _of_request(status, acks)
     obeying = [rank for rank, answer in acks.items() if answer in ("applied", "ended")]
-    obeying += [rank for rank, answer in acks.items() if answer == "armed" and ended[rank] >= command.at_step]
+    if not isinstance(command, RequestAction):
+        obeying += [rank for rank, answer in acks.items() if answer == "armed" and ended[rank] >= command.at_step]
     if status.state == "issued":
         return _of_issued(status, command, ended, acks, obeying, now, expires_s)
     if status.state == "armed":
@@ -61,6 +63,22 @@ def next_move(status: CommandStatus, ended: Mapping[int, int], now: float, expir
             answer in ("ended", "missed", "refused") or is_over(command, ended[rank] + 1) for rank, answer in acks.items()
         )
         return Move("ended") if is_done else None
+    return None
+
+
+def _of_request(status: CommandStatus, acks: Mapping[int, str]) -> Move | None:
+    """Return what becomes of a request that every rank holds ready; the trainer takes it up when it asks."""
+    answers = set(acks.values())
+    if not answers or not answers <= {"applied", "ended", "missed", "refused"}:
+        return None
+    if answers <= {"missed", "refused"}:
+        # `refused` is its last state: the trainer's word, or that it never asked.
+        return Move("refused", "refused by the trainer" if "refused" in answers else "the trainer did not ask for requests")
+    if "applied" not in answers:
+        return Move("ended")
+    if status.state == "armed":
+        unmet = sorted(rank for rank, answer in acks.items() if answer in ("missed", "refused"))
+        return Move("partial", f"not taken up by {_ranks(unmet)}") if unmet else Move("applied")
     return None
 
 

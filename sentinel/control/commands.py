@@ -18,6 +18,8 @@ from sentinel.command import (
     DisableMonitoring,
     DumpTensors,
     EnableMonitoring,
+    RequestAction,
+    TrainerAction,
     WithdrawCommand,
 )
 from sentinel.control.command_files import CommandFiles, CommandT
@@ -184,6 +186,30 @@ class RunCommands:
                 attempt=self.attempt,
             ),
             source, "", now,
+        )  # fmt: skip
+
+    def request(
+        self,
+        action: TrainerAction,
+        *,
+        at_step: int,
+        now: float,
+        num_batches: int = 0,
+        for_s: float = 0.0,
+        reason: str = "",
+        source: str = "cli",
+        key: str = "",
+    ) -> RequestAction:
+        """Write what the trainer is asked for from `at_step` on; the one already written when `key` was used before."""
+        known = self.known.find(key)
+        if known is not None and isinstance(known.command, RequestAction):
+            return known.command
+        return self._write(
+            lambda seq: RequestAction(
+                id=command_id(seq, at_step, key or repr(now)), seq=seq, at_step=at_step, action=action,
+                num_batches=num_batches, for_s=for_s, reason=reason, attempt=self.attempt,
+            ),
+            source, key, now,
         )  # fmt: skip
 
     def withdraw(self, command: str, *, now: float, reason: str = "", source: str = "policy") -> WithdrawCommand:

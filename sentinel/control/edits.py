@@ -17,7 +17,8 @@ from sentinel.command import ChangeConfig
 from sentinel.config_file import ConfigFile, ConfigText
 from sentinel.control.command_status import CommandStatus
 from sentinel.control.commands import RunCommands
-from sentinel.control.policy import MAX_LATENCY_S, ControlConfig, first_step
+from sentinel.control.config import MAX_LATENCY_S, ControlConfig
+from sentinel.control.policy import first_step
 from sentinel.errors import ConfigError
 from sentinel.messages import Descriptor
 from sentinel.monitor_config import Measurement, as_reported, refuse_fixed

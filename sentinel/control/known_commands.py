@@ -53,11 +53,14 @@ class KnownCommands:
         """Return all that is remembered, in order of their numbers."""
         return sorted(self._statuses.values(), key=lambda status: status.command.seq)
 
-    def covers(self, kinds: Collection[str], ranks: Collection[int], newest_step: int) -> bool:
-        """Return whether an order stands that measures `kinds` on `ranks` (empty: all) behind `newest_step`."""
+    def covers(
+        self, kinds: Collection[str], ranks: Collection[int], newest_step: int, targets: Collection[str] = ()
+    ) -> bool:
+        """Return whether an order stands that measures `kinds` of `targets` on `ranks` (both empty: all) behind
+        `newest_step`."""
         return any(
             set(kinds) <= set(command.kinds)
-            and not command.targets
+            and (not command.targets or (bool(targets) and set(targets) <= set(command.targets)))
             and (not command.ranks or (bool(ranks) and set(ranks) <= set(command.ranks)))
             and not is_over(command, newest_step + 1)
             for command in self._enabling(("issued", "armed", "applied", "partial"))

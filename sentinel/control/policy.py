@@ -1,207 +1,97 @@
-"""Policy: which anomalies switch the microscope on, on which ranks, from which step, and how often at most."""
+"""Policy: which alarms ask what of the trainer, from which step, how often and how dearly at most."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
-from sentinel.anomaly import Anomaly, Severity
-from sentinel.command import ALARM_KINDS, DumpTensors, EnableMonitoring
+from sentinel.command import DumpTensors, EnableMonitoring, RequestAction
 from sentinel.control.command_status import CommandStatus
 from sentinel.control.commands import RunCommands
-from sentinel.errors import ConfigError
-from sentinel.known_words import near
-from sentinel.monitor_config import MEASURED_LABELS
-from sentinel.place import Place, depth
-from sentinel.record import KIND_LABELS
+from sentinel.control.config import (
+    DUMP,
+    ESCALATE,
+    MAX_LATENCY_S,
+    ControlConfig,
+    PolicyAction,
+    PolicyConfig,
+    PolicyReach,
+)
+from sentinel.control.monitoring_cost import HOUR_S, MonitoringCost
+from sentinel.control.proposal import Proposal, RuleAlarm
 
-ESCALATE = "escalate"
-"""The action of a rule that asks for more monitoring."""
-DUMP = "dump"
-"""The action of a rule that asks for raw tensors."""
 ASSUMED_STEP_S = 0.1
 """Duration of a step, in seconds, while none is known. Too short: the command is set some steps later than needed; too long:
 it comes too late, and is missed."""
-MAX_LATENCY_S = 30.0
+LEAST_LATENCY_S = 0.06
+"""Least time that a command is given: ranks look into their folder every 50 ms while they train."""
+LATENCY_MARGIN = 1.5
+"""Times what the slowest of the last commands took. Smaller: a busy moment makes one late; larger: steps are lost."""
+NUM_LATENCIES = 8
+"""Commands from which that is taken."""
 MAX_LONGER = 3
 """for_steps is doubled at most this often while escalations do not find what they look for."""
 MAX_REISSUES = 3
+REQUEST_COOLDOWN_S = 600.0
+REQUESTS_PER_HOUR = 1
 
 Audit = Callable[[float, str, str, dict[str, Any]], None]
 """(seconds since the epoch, actor, action, details) -> None: `store.audit.Audit.add` is one."""
+Ordered: TypeAlias = EnableMonitoring | DumpTensors | RequestAction
+"""What a policy orders."""
 
 
-class ControlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the daemon may ask of the trainer by itself."""
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy with every value known."""
 
-    escalate: bool = True
-    """Switch module monitoring on when a rule with the action `escalate` fires; false: never."""
-
-    dry_run: bool = False
-    """Only write down what would be asked."""
-
-    kinds: tuple[str, ...] = ALARM_KINDS
-    """What is measured more."""
-
-    per_micro_step: bool = True
-    """One row per micro-step instead of one folded row a step."""
-
-    for_steps: int = 20
-    """Steps until the trainer switches it off by itself. Doubled, up to eight times this, while the same run escalates
-    again within the hour: the fault comes back more rarely than was looked for."""
-
-    latency_s: float = 0.15
-    """Time from a judgement to every rank having read the command. Doubled when a command came too late."""
-
-    cooldown_s: float = 10.0
-    """Least time between the end of one escalation and the next."""
-
-    max_per_hour: int = 20
-    """Most escalations of a run in an hour."""
-
-    expires_s: float = 600.0
-    """A command that not every rank answered for so long is withdrawn."""
-
-    follow_config: bool = True
-    """Make an edit of the trainer's config file a command that every rank obeys at one step; false: never."""
-
-    max_edits_per_hour: int = 60
-    """Most such edits of a run in an hour; further ones wait, the newest counts."""
-
-    dump: bool = True
-    """Ask for raw tensors when a rule with the action `dump` fires; false: never. The trainer obeys only where its own
-    config names DumpTensors in `allow_commands`, within its quota."""
-
-    dump_kinds: tuple[str, ...] = ("param", "wgrad")
-    """What is dumped."""
-
-    dump_for_steps: int = 1
-    """Steps that are dumped."""
-
-    dump_first_n: int | None = None
-    """Only the first so many elements of each dimension of what a rank holds; None: all."""
-
-    max_dumps_per_hour: int = 4
-    """Most dumps of a run in an hour."""
-
-    def __post_init__(self) -> None:
-        unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
-        if unknown or not self.kinds:
-            raise ConfigError(f"control.kinds must be among {', '.join(KIND_LABELS)}, got {_quoted(unknown, KIND_LABELS)}")
-        unknown = [kind for kind in self.dump_kinds if kind not in MEASURED_LABELS]
-        if unknown or not self.dump_kinds:
-            known = ", ".join(MEASURED_LABELS)
-            raise ConfigError(f"control.dump_kinds must be among {known}, got {_quoted(unknown, MEASURED_LABELS)}")
-        for name, least in (
-            ("for_steps", 1), ("max_per_hour", 0), ("max_edits_per_hour", 0), ("cooldown_s", 0), ("dump_for_steps", 1),
-            ("dump_first_n", 1), ("max_dumps_per_hour", 0),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                bound = f"at least {least}" if math.isfinite(value) else "finite"
-                raise ConfigError(f"control.{name} must be {bound}, got {value}")
-        if not 0 < self.latency_s <= MAX_LATENCY_S:
-            raise ConfigError(f"control.latency_s must be in (0, {MAX_LATENCY_S:g}], got {self.latency_s}")
-        if not 0 < self.expires_s < math.inf:
-            raise ConfigError(f"control.expires_s must be above 0 and finite, got {self.expires_s}")
+    name: str
+    action: PolicyAction
+    reach: PolicyReach
+    kinds: tuple[str, ...]
+    per_micro_step: bool
+    for_steps: int
+    num_batches: int
+    for_s: float
+    cooldown_s: float
+    max_per_hour: int
+    is_dry: bool
+    off_key: str = ""
+    """The key of the configuration that switches it off altogether; empty: none does."""
 
 
-def _quoted(unknown: Sequence[str], known: Collection[str]) -> str:
-    """Return unknown words as a message quotes them, with the nearest known one of the first."""
-    return f"{list(unknown)}{near(unknown[0], known)}" if unknown else "none"
+class PolicyMemory(msgspec.Struct, kw_only=True):
+    """What one policy ordered of late."""
+
+    times: list[float] = []
+    """When it ordered something within the last hour, seconds since the epoch."""
+    quiet_until: float = 0.0
+    last_why_not: str = ""
 
 
-class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What an anomaly asks for. Made while judging, from the judgement alone, so that a replay proposes the same."""
+class OrderOrigin(msgspec.Struct, kw_only=True):
+    """What a command follows from, so that it can be issued anew."""
 
-    key: str
-    """Names it for ever: the same proposal becomes one command, however often a crash repeats it."""
-    run: str
-    attempt: int
-    step: int
-    """Step of the anomaly."""
-    ranks: tuple[int, ...] = ()
-    """Ranks of the blast radius; empty: all."""
-    targets: tuple[str, ...] = ()
-    """Globs of module names; empty: all modules of those ranks."""
-    reason: str = ""
-    action: str = ESCALATE
-    """ESCALATE or DUMP."""
-
-    @property
-    def topic(self) -> str:
-        """The queue of the outbox that it waits in."""
-        return "escalation"
-
-    @property
-    def body(self) -> bytes:
-        """JSON for the outbox; `Proposal.read` takes it back."""
-        return msgspec.json.encode(self)
-
-    @staticmethod
-    def read(body: bytes) -> Proposal:
-        """Return the proposal that `body` says."""
-        return msgspec.json.decode(body, type=Proposal)
+    policy: str
+    proposal: Proposal
+    reason: str
+    num_reissues: int = 0
 
 
-def propose(
-    anomalies: Sequence[Anomaly],
-    actions: Mapping[str, Collection[str]],
-    places: Mapping[int, Place],
-    first_causes: Collection[str] = (),
-    action: str = ESCALATE,
-) -> Proposal | None:
-    """Return what the anomalies of one step ask for, or None. Pure. action: which of a rule's actions is meant.
+class EscalatorState(msgspec.Struct, kw_only=True):
+    """What a restart keeps of an Escalator."""
 
-    anomalies: of one step, in the total order. actions: rule's name -> its actions. places: rank -> where it lives.
-    first_causes: ids of those that nothing explains; empty: the order alone says who is suspected.
-    """
-    onsets = [one for one in anomalies if one.event == "onset"]
-    # A lone finite excursion (`info`) is common on healthy runs: it is written down, not looked into.
-    asking = [one for one in onsets if one.severity is not Severity.INFO and action in actions.get(one.rule, ())]
-    if not asking:
-        return None
-    # A rule may ask because of the loss, while another saw where it began: suspect what was seen first.
-    suspects = [one for one in onsets if one.id in first_causes] or onsets
-    # A logged value says nothing about where: a bad loss may come from anywhere. A group of tensors may span all stages: its
-    # members say where, if anybody does.
-    located = [one for one in suspects if one.kind in MEASURED_LABELS and not one.num_members]
-    ranks = blast_radius(located, places)
-    first = asking[0]
-    where = located[0].segment or located[0].tag_name if located else "somewhere"
-    return Proposal(
-        key=f"{first.run}:{first.attempt}:{first.step}:{first.id}" + ("" if action == ESCALATE else f":{action}"),
-        run=first.run,
-        attempt=first.attempt,
-        step=first.step,
-        ranks=ranks,
-        reason=f"{first.rule}: {first.tag_name} {first.statistic} at step {first.step}, suspected in {where}",
-        action=action,
-    )
-
-
-def blast_radius(suspects: Sequence[Anomaly], places: Mapping[int, Place]) -> tuple[int, ...]:
-    """Return the ranks to look at: all that hold a suspected pipeline stage; empty for all ranks, or for no suspect.
-
-    Every data- and tensor-parallel rank of the stage is in it: a fault that comes back need not choose the same
-    replica. Where no segment is known the neighbours in depth are suspected too: a tensor on a border belongs to two.
-    """
-    if not suspects or not places:
-        return ()
-    depths: set[int] = set()
-    for one in suspects:
-        schedule = next((place.schedule for place in places.values() if place.schedule), "")
-        at = depth(schedule, one.pp_stage, one.vpp_stage, one.pp_size)
-        depths.update((at,) if one.segment else (at - 1, at, at + 1))
-    ranks = [
-        rank
-        for rank, place in sorted(places.items())
-        if any(depth(place.schedule, place.pp_rank, chunk, place.pp_size) in depths for chunk in range(place.vpp_size))
-    ]
-    return () if len(ranks) == len(places) else tuple(ranks)
+    policies: dict[str, PolicyMemory] = {}
+    origins: dict[str, OrderOrigin] = {}
+    """Id of a command -> what it follows from."""
+    again: list[OrderOrigin] = []
+    """What has yet to be issued anew."""
+    took_s: list[float] = []
+    """What the newest commands took from being written to the answer of the last rank; one that was late, as if it had taken
+    what the next is given."""
 
 
 def first_step(newest_step: int, step_time_s: float | None, latency_s: float) -> int:
@@ -211,132 +101,241 @@ def first_step(newest_step: int, step_time_s: float | None, latency_s: float) ->
 
 
 class Escalator:
-    """Turns proposals into commands of one run: not while it is on already, not too often, not in a dry run.
+    """Turns proposals into commands of one run: not what is on already, not too often, not too dearly, not in a dry run.
 
-    audit: called for every proposal, and with the reason where it was not followed.
+    audit: called for every order, and with the reason where none was given.
     """
 
     def __init__(self, config: ControlConfig, commands: RunCommands, audit: Audit) -> None:
         self.config = config
         self._commands = commands
         self._audit = audit
-        self._latency_s = config.latency_s
-        self._times: dict[str, list[float]] = {ESCALATE: [], DUMP: []}
-        """Action -> when it was ordered within the last hour, in seconds since the epoch."""
-        self._quiet_until = 0.0
-        self._last_why_not: dict[str, str] = {}
-        self._proposals: dict[str, tuple[Proposal, int]] = {}
-        """Id of a command -> what it follows from, and how often it was issued anew."""
-        self._again: list[tuple[Proposal, int]] = []
+        self._cost = MonitoringCost()
+        self._state = EscalatorState()
+        self._own = {name: _of_rules(name, config) for name in (ESCALATE, DUMP)}
+        """What rules ask for themselves."""
+        self._named = [(one, _of_config(one, config)) for one in config.policies]
+        self._policies = {**self._own, **{policy.name: policy for _, policy in self._named}}
+
+    # What a restart keeps.
+
+    def dump(self) -> bytes:
+        """Return what was ordered, and what waits, as JSON."""
+        return msgspec.json.encode([self._state, self._cost.state])
+
+    def load(self, body: bytes) -> None:
+        """Take back what `dump` returned."""
+        self._state, self._cost.state = msgspec.json.decode(body, type=tuple[EscalatorState, dict[int, float]])
 
     @property
     def latency_s(self) -> float:
-        """Time that a command is given to reach every rank; grows when commands come too late."""
-        return self._latency_s
+        """Time that a command is given to reach every rank: by what the last ones took, more after one that was late."""
+        took = self._state.took_s
+        return max(LATENCY_MARGIN * max(took), LEAST_LATENCY_S) if took else self.config.latency_s
 
-    def consider(
-        self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float
-    ) -> EnableMonitoring | DumpTensors | None:
-        """Return the command that was issued, or None. newest_step: of any rank; now: seconds since the epoch.
+    def takes(self, proposal: Proposal) -> bool:
+        """Return whether a policy, or a rule of the proposal itself, asks for anything."""
+        return any(True for _ in self._orders(proposal))
 
-        StoreError when the command could not be written: consider it again later.
+    def consider(self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float) -> list[Ordered]:
+        """Return the commands that were issued. newest_step: of any rank; now: seconds since the epoch.
+
+        StoreError when one could not be written: consider it again later, what was issued is not issued twice.
         """
-        times = self._times[proposal.action]
-        times[:] = [time for time in times if now - 3600.0 < time <= now]
-        is_dump = proposal.action == DUMP
-        why_not = self._why_not_dump(proposal, now) if is_dump else self._why_not(proposal, newest_step, now)
-        if why_not:
-            # A storm of anomalies asks a thousand times: written down once a reason.
-            if why_not != self._last_why_not.get(proposal.action):
-                details = {"key": proposal.key, "why": why_not, "reason": proposal.reason}
-                self._audit(now, "policy", "not_dumped" if is_dump else "not_escalated", details)
-            self._last_why_not[proposal.action] = why_not
-            return None
-        self._last_why_not.pop(proposal.action, None)
-        if self.config.dry_run:
-            at_step = first_step(newest_step, step_time_s, self._latency_s)
-            times.append(now)
-            if not is_dump:
-                self._quiet_until = now + self.config.cooldown_s
-            self._commands.note_dry_run(
-                {"key": proposal.key, "at_step": at_step, "ranks": list(proposal.ranks), "reason": proposal.reason}, now
-            )
-            return None
-        return self._issue(proposal, newest_step, step_time_s, now, num_reissues=0)
+        issued = []
+        for policy, alarm in self._orders(proposal):
+            memory = self._memory(policy, now)
+            why_not = self._why_not(policy, memory, proposal, newest_step, now)
+            if why_not:
+                # A storm of anomalies asks a thousand times: written down once a reason.
+                if why_not != memory.last_why_not:
+                    details = {"key": proposal.key, "policy": policy.name, "why": why_not, "reason": proposal.reason(alarm)}
+                    self._audit(now, "policy", _refusal(policy), details)
+                memory.last_why_not = why_not
+                continue
+            memory.last_why_not = ""
+            origin = OrderOrigin(policy=policy.name, proposal=proposal, reason=proposal.reason(alarm))
+            if policy.is_dry:
+                self._note_dry_run(policy, memory, origin, first_step(newest_step, step_time_s, self.latency_s), now)
+            else:
+                issued.append(self._issue(origin, newest_step, step_time_s, now))
+        return issued
 
     def follow(
-        self, changed: Sequence[CommandStatus], *, newest_step: int, step_time_s: float | None, now: float
-    ) -> list[EnableMonitoring | DumpTensors]:
+        self,
+        changed: Sequence[CommandStatus],
+        *,
+        newest_step: int,
+        step_time_s: float | None,
+        now: float,
+    ) -> list[Ordered]:
         """Take note of what became of commands (`RunCommands.tick`); return those issued anew, having come too late.
 
         StoreError when one could not be written; the next call tries again.
         """
+        self._cost.note(newest_step, step_time_s, now, is_on=self._commands.known.is_on(newest_step))
+        state = self._state
         for status in changed:
-            # Only monitoring is followed by quiet: an order to dump changes nothing of what is measured.
-            is_over = status.state in ("ended", "withdrawn", "expired", "refused")
-            if is_over and not isinstance(status.command, DumpTensors):
-                self._quiet_until = max(self._quiet_until, now + self.config.cooldown_s)
-            proposal, num_reissues = self._proposals.get(status.command.id, (None, 0))
-            if status.state == "withdrawn" and proposal is not None and status.is_late:
-                self._latency_s = min(self._latency_s * 2.0, MAX_LATENCY_S)
-                if num_reissues < MAX_REISSUES:
-                    self._again.append((proposal, num_reissues + 1))
+            command = status.command
+            origin = state.origins.get(command.id)
+            if status.state == "armed" and status.source == "policy":
+                self._note_latency(max(now - status.issued, 0.0))
+            if status.state in ("ended", "withdrawn", "expired", "refused"):
+                self._quieten(command, origin, now)
+            if status.state == "withdrawn" and origin is not None and status.is_late:
+                self._note_latency(min(self.latency_s * 2.0, MAX_LATENCY_S) / LATENCY_MARGIN)
+                if origin.num_reissues < MAX_REISSUES:
+                    state.again.append(msgspec.structs.replace(origin, num_reissues=origin.num_reissues + 1))
             if status.is_final:
-                self._proposals.pop(status.command.id, None)
+                state.origins.pop(command.id, None)
         issued = []
-        while self._again:
+        while state.again:
             # Taken off the list when it is written: a full disk only delays it.
-            proposal, num_reissues = self._again[0]
-            issued.append(self._issue(proposal, newest_step, step_time_s, now, num_reissues))
-            del self._again[0]
+            if state.again[0].policy in self._policies:
+                issued.append(self._issue(state.again[0], newest_step, step_time_s, now))
+            del state.again[0]
         return issued
 
-    def _why_not(self, proposal: Proposal, newest_step: int, now: float) -> str:
-        if not self.config.escalate:
-            return "control.escalate is off"
-        if self._commands.known.find(proposal.key) is not None:
+    # Inside.
+
+    def _orders(self, proposal: Proposal) -> Iterator[tuple[Policy, RuleAlarm]]:
+        """Yield each policy that the alarms call for, once, with the first alarm that does."""
+        seen: set[str] = set()
+        for alarm in proposal.alarms:
+            named = next((policy for config, policy in self._named if _takes(config, alarm)), None)
+            own = [self._own[action] for action in alarm.actions if action in self._own]
+            for policy in own if named is None else [named]:
+                if policy.name not in seen and policy.action != "nothing":
+                    seen.add(policy.name)
+                    yield policy, alarm
+
+    def _memory(self, policy: Policy, now: float) -> PolicyMemory:
+        memory = self._state.policies.setdefault(policy.name, PolicyMemory())
+        memory.times = [time for time in memory.times if now - HOUR_S < time <= now]
+        return memory
+
+    def _why_not(self, policy: Policy, memory: PolicyMemory, proposal: Proposal, newest_step: int, now: float) -> str:
+        known = self._commands.known
+        if policy.off_key and not getattr(self.config, policy.off_key):
+            return f"control.{policy.off_key} is off"
+        if known.find(_key(proposal, policy)) is not None:
             return "already issued"
-        if self._commands.known.covers(self.config.kinds, proposal.ranks, newest_step):
-            return "monitoring is on"
-        if now < self._quiet_until <= now + self.config.cooldown_s:
+        if policy.action == "enable":
+            ranks, targets = _reach(policy, proposal)
+            if known.covers(policy.kinds, ranks, newest_step, targets):
+                return "monitoring is on"
+        if now < memory.quiet_until <= now + policy.cooldown_s:
             return "cooling down"
-        if len(self._times[ESCALATE]) >= self.config.max_per_hour:
-            return f"{self.config.max_per_hour} escalations in the last hour"
+        if len(memory.times) >= policy.max_per_hour:
+            what = {"enable": "escalations", "dump": "dumps"}.get(policy.action, "requests")
+            return f"{policy.max_per_hour} {what} in the last hour"
+        if policy.action == "enable" and self._cost.lost_s(now) > self.config.max_overhead * HOUR_S:
+            return f"measuring more cost {self._cost.lost_s(now):.0f} s of the last hour (control.max_overhead)"
         return ""
 
-    def _why_not_dump(self, proposal: Proposal, now: float) -> str:
-        times = self._times[DUMP]
-        if not self.config.dump:
-            return "control.dump is off"
-        if self._commands.known.find(proposal.key) is not None:
-            return "already issued"
-        if times and now - times[-1] < self.config.cooldown_s:
-            return "cooling down"
-        if len(times) >= self.config.max_dumps_per_hour:
-            return f"{self.config.max_dumps_per_hour} dumps in the last hour"
-        return ""
+    def _note_latency(self, took_s: float) -> None:
+        self._state.took_s = [*self._state.took_s, took_s][-NUM_LATENCIES:]
 
-    def _issue(
-        self, proposal: Proposal, newest_step: int, step_time_s: float | None, now: float, num_reissues: int
-    ) -> EnableMonitoring | DumpTensors:
-        key = proposal.key if not num_reissues else f"{proposal.key}:again{num_reissues}"
-        at_step = first_step(newest_step, step_time_s, self._latency_s)
-        times = self._times[proposal.action]
-        command: EnableMonitoring | DumpTensors
-        if proposal.action == DUMP:
+    def _note_dry_run(self, policy: Policy, memory: PolicyMemory, origin: OrderOrigin, at_step: int, now: float) -> None:
+        memory.times.append(now)
+        memory.quiet_until = now + policy.cooldown_s
+        ranks, targets = _reach(policy, origin.proposal)
+        details = {
+            "key": origin.proposal.key, "policy": policy.name, "action": policy.action, "at_step": at_step,
+            "ranks": list(ranks), "targets": list(targets), "reason": origin.reason,
+        }  # fmt: skip
+        self._commands.note_dry_run(details, now)
+
+    def _quieten(self, command: Any, origin: OrderOrigin | None, now: float) -> None:
+        """Leave time behind the end of what was ordered: behind monitoring, whoever ordered it, before any other."""
+        for policy in self._policies.values():
+            is_own = origin is not None and origin.policy == policy.name
+            if is_own or (policy.action == "enable" and not isinstance(command, (DumpTensors, RequestAction))):
+                memory = self._state.policies.setdefault(policy.name, PolicyMemory())
+                memory.quiet_until = max(memory.quiet_until, now + policy.cooldown_s)
+
+    def _issue(self, origin: OrderOrigin, newest_step: int, step_time_s: float | None, now: float) -> Ordered:
+        policy, proposal, again = self._policies[origin.policy], origin.proposal, origin.num_reissues
+        memory = self._memory(policy, now)
+        key = _key(proposal, policy) + (f":again{again}" if again else "")
+        at_step = first_step(newest_step, step_time_s, self.latency_s)
+        ranks, targets = _reach(policy, proposal)
+        command: Ordered
+        if policy.action == "dump":
             command = self._commands.dump_tensors(
-                at_step=at_step, kinds=self.config.dump_kinds, targets=proposal.targets,
-                first_n=self.config.dump_first_n, for_steps=self.config.dump_for_steps, ranks=proposal.ranks,
-                reason=proposal.reason, source="policy", key=key, now=now,
+                at_step=at_step, kinds=policy.kinds, targets=targets, first_n=self.config.dump_first_n,
+                for_steps=policy.for_steps, ranks=ranks, reason=origin.reason, source="policy", key=key, now=now,
+            )  # fmt: skip
+        elif policy.action == "enable":
+            longer = 2 ** min(len(memory.times), MAX_LONGER) if not again else 1
+            command = self._commands.enable(
+                at_step=at_step, kinds=policy.kinds, targets=targets, per_micro_step=policy.per_micro_step,
+                for_steps=policy.for_steps * longer, ranks=ranks, reason=origin.reason, source="policy", key=key, now=now,
             )  # fmt: skip
         else:
-            longer = 2 ** min(len(times), MAX_LONGER) if not num_reissues else 1
-            command = self._commands.enable(
-                at_step=at_step, kinds=self.config.kinds, targets=proposal.targets,
-                per_micro_step=self.config.per_micro_step, for_steps=self.config.for_steps * longer,
-                ranks=proposal.ranks, reason=proposal.reason, source="policy", key=key, now=now,
+            assert policy.action != "nothing"
+            command = self._commands.request(
+                policy.action, at_step=at_step, now=now, reason=origin.reason, source="policy", key=key,
+                num_batches=policy.num_batches if policy.action == "skip_batches" else 0,
+                for_s=policy.for_s if policy.action == "pause" else 0.0,
             )  # fmt: skip
-        if not num_reissues:
-            times.append(now)
-        self._proposals[command.id] = (proposal, num_reissues)
+        if not again:
+            memory.times.append(now)
+            if policy.action != "enable":
+                memory.quiet_until = now + policy.cooldown_s
+        self._state.origins[command.id] = origin
         return command
+
+
+def _of_rules(name: str, config: ControlConfig) -> Policy:
+    """Return the policy that stands for an action that rules name themselves."""
+    is_dump = name == DUMP
+    return Policy(
+        name=name, action="dump" if is_dump else "enable", reach="blast_radius",
+        kinds=config.dump_kinds if is_dump else config.kinds, per_micro_step=config.per_micro_step,
+        for_steps=config.dump_for_steps if is_dump else config.for_steps, num_batches=0, for_s=0.0,
+        cooldown_s=config.cooldown_s, max_per_hour=config.max_dumps_per_hour if is_dump else config.max_per_hour,
+        is_dry=config.dry_run, off_key=name,
+    )  # fmt: skip
+
+
+def _of_config(one: PolicyConfig, config: ControlConfig) -> Policy:
+    """Return a policy with what it leaves open taken from the keys beside it."""
+    own = _of_rules(DUMP if one.action == "dump" else ESCALATE, config)
+    is_request = one.action not in ("enable", "dump")
+    cooldown_s = REQUEST_COOLDOWN_S if is_request else own.cooldown_s
+    max_per_hour = REQUESTS_PER_HOUR if is_request else own.max_per_hour
+    return Policy(
+        name=one.name, action=one.action, reach=one.reach, kinds=one.kinds or own.kinds,
+        per_micro_step=own.per_micro_step if one.per_micro_step is None else one.per_micro_step,
+        for_steps=own.for_steps if one.for_steps is None else one.for_steps, num_batches=one.num_batches, for_s=one.for_s,
+        cooldown_s=cooldown_s if one.cooldown_s is None else one.cooldown_s,
+        max_per_hour=max_per_hour if one.max_per_hour is None else one.max_per_hour,
+        is_dry=config.dry_run or one.dry_run, off_key="" if is_request else own.off_key,
+    )  # fmt: skip
+
+
+def _takes(config: PolicyConfig, alarm: RuleAlarm) -> bool:
+    return (
+        alarm.severity.level >= config.min_severity.level
+        and (not config.rules or any(fnmatch.fnmatchcase(alarm.rule, glob) for glob in config.rules))
+        and (not config.detectors or alarm.detector in config.detectors)
+    )
+
+
+def _key(proposal: Proposal, policy: Policy) -> str:
+    return proposal.key if policy.name == ESCALATE else f"{proposal.key}:{policy.name}"
+
+
+def _reach(policy: Policy, proposal: Proposal) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ranks and the targets that a command of this policy means; empty: all of them."""
+    if policy.reach == "all":
+        return (), ()
+    if policy.reach == "neighbours" and proposal.neighbours:
+        return (), proposal.neighbours
+    return proposal.ranks, ()
+
+
+def _refusal(policy: Policy) -> str:
+    """Return the word of the audit for an order that was not given."""
+    return {"enable": "not_escalated", "dump": "not_dumped"}.get(policy.action, "not_requested")

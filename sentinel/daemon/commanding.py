@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from sentinel.command import ALARM_KINDS, ANY_ATTEMPT
+from sentinel.command import ALARM_KINDS, ANY_ATTEMPT, TrainerAction
 from sentinel.control.command_status import CommandStatus
 from sentinel.control.command_words import orders_in_words
 from sentinel.control.commands import RunCommands
+from sentinel.control.config import ControlConfig
 from sentinel.control.edits import ConfigFileEdits, ConfigInUse
-from sentinel.control.policy import ControlConfig, Escalator, Proposal, first_step
+from sentinel.control.policy import Escalator, first_step
+from sentinel.control.proposal import Proposal
 from sentinel.errors import ConfigError, StoreError
 from sentinel.incident import Incident
 from sentinel.messages import Ack
@@ -23,10 +26,11 @@ from sentinel.record import KIND_LABELS
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 
-ACTIONS = ("enable", "disable", "dump", "describe")
+ACTIONS = ("enable", "disable", "dump", "describe", "request", "withdraw")
 """What a person may ask for over HTTP."""
 _FACT = "commands"
 EDITS_FACT = "config"
+POLICY_FACT = "policy"
 SILENT_START_S = 5.0
 """How long proposals wait, after a start, for a frame of a rank: heartbeats come every second."""
 
@@ -48,6 +52,14 @@ class ControlRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """dump: every this many steps."""
     first_n: int | None = None
     """dump: only the first so many elements of each dimension; None: all."""
+    request: TrainerAction | None = None
+    """request: what the trainer is asked for."""
+    num_batches: int = 1
+    """request, skip_batches: steps whose batches are passed over."""
+    for_s: float = 3600.0
+    """request, pause: seconds after which it is over by itself."""
+    command: str = ""
+    """withdraw: id of the command to forget."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KIND_LABELS]
@@ -59,6 +71,10 @@ class ControlRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"step_interval must be at least 1, got {self.step_interval}")
         if self.first_n is not None and self.first_n < 1:
             raise ConfigError(f"first_n must be at least 1, got {self.first_n}")
+        if self.num_batches < 1:
+            raise ConfigError(f"num_batches must be at least 1, got {self.num_batches}")
+        if not 0 < self.for_s < math.inf:
+            raise ConfigError(f"for_s must be above 0 and finite, got {self.for_s}")
 
 
 class Commanding:
@@ -72,6 +88,9 @@ class Commanding:
         if former:
             self._commands.load(former.encode())
         self._escalator = Escalator(config, self._commands, journal.audit.add)
+        self._kept_policy = journal.values.get(POLICY_FACT) or ""
+        if self._kept_policy:
+            self._escalator.load(self._kept_policy.encode())
         self._edits = ConfigFileEdits(config, self._commands, journal.audit.add, socket.gethostname())
         self._kept_edits = journal.values.get(EDITS_FACT) or ""
         if self._kept_edits:
@@ -112,16 +131,20 @@ class Commanding:
                         if now - self._started > SILENT_START_S:
                             self._journal.outbox.finish_delivery([row.position], "no rank is alive")
                         continue
-                    command = self._escalator.consider(
+                    issued = self._escalator.consider(
                         Proposal.read(row.body), newest_step=newest_step, step_time_s=step_time_s, now=now
                     )
                     # The commands' memory first: a crash in between finds the key there, and issues nothing twice.
                     self.keep()
-                    outcome = "not issued" if command is None else f"issued {command.id}"
+                    outcome = f"issued {', '.join(command.id for command in issued)}" if issued else "not issued"
                     self._journal.outbox.finish_delivery([row.position], outcome)
                 self.problem = ""
             except StoreError as error:
                 self.problem = str(error)
+
+    def takes(self, proposal: Proposal) -> bool:
+        """Return whether a policy, or a rule of the proposal itself, asks for anything."""
+        return self._escalator.takes(proposal)
 
     def acknowledge(self, rank: int, ack: Ack, now: float) -> None:
         """Take a rank's answer."""
@@ -159,6 +182,18 @@ class Commanding:
                     for_steps=order.for_steps or 1, step_interval=order.step_interval, first_n=order.first_n,
                     reason=reason, source="http",
                 )  # fmt: skip
+            elif action == "request":
+                if order.request is None:
+                    raise ConfigError(f"request must be one of {', '.join(get_args(TrainerAction))}, got none")
+                command = self._commands.request(
+                    order.request, at_step=at_step, now=now, reason=reason, source="http",
+                    num_batches=order.num_batches if order.request == "skip_batches" else 0,
+                    for_s=order.for_s if order.request == "pause" else 0.0,
+                )  # fmt: skip
+            elif action == "withdraw":
+                if self._commands.known.get(order.command) is None:
+                    raise ConfigError(f'command must be the id of a command that is known, got "{order.command[:80]}"')
+                command = self._commands.withdraw(order.command, now=now, reason=reason, source="http")
             elif action == "describe":
                 command = self._commands.describe(at_step=at_step, now=now, ranks=order.ranks, reason=reason, source="http")
             else:
@@ -232,6 +267,10 @@ class Commanding:
         if edits != self._kept_edits:
             self._journal.values.put(EDITS_FACT, edits)
             self._kept_edits = edits
+        policy = self._escalator.dump().decode()
+        if policy != self._kept_policy:
+            self._journal.values.put(POLICY_FACT, policy)
+            self._kept_policy = policy
         body = self._commands.dump().decode()
         if body != self._kept:
             self._journal.values.put(_FACT, body)

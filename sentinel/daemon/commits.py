@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from sentinel.anomaly import Anomaly
-from sentinel.control.policy import Proposal
+from sentinel.control.proposal import Proposal
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.snapshots import Acknowledgement, Snapshot, Snapshots
@@ -35,7 +35,9 @@ class StepCommits:
         alerts: IncidentAlerts,
         snapshots: Snapshots,
         acknowledgement: Acknowledgement,
+        takes: Callable[[Proposal], bool],
     ) -> None:
+        """takes: whether anybody follows a proposal; what nobody follows is not kept."""
         self.judged = journal.judged
         """The last decision that was judged for the first time; what comes again up to it brings nothing new."""
         self.seq = self.judged
@@ -44,6 +46,7 @@ class StepCommits:
         """Anomalies since the run began."""
         self._journal, self._files, self._alerts = journal, files, alerts
         self._snapshots, self._acknowledgement = snapshots, acknowledgement
+        self._takes = takes
         self._commit: Commit | None = None
         self._num_decisions = 0
         self._has_alerts = False
@@ -73,7 +76,8 @@ class StepCommits:
             line = json_line(incident)
             self._commit.incidents.append((self.seq, FoundIncident(id=incident.id, revision=incident.revision, body=line)))
             self._commit.outbox += _outgoing(self._alerts.take(incident, now))
-        self._commit.outbox += _outgoing(one for one in (judgement.proposal, judgement.dump) if one is not None)
+        if judgement.proposal is not None and self._takes(judgement.proposal):
+            self._commit.outbox += _outgoing([judgement.proposal])
         if self._num_decisions >= STEPS_PER_COMMIT:
             self.flush(stages)
 

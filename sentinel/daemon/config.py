@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.control.policy import ControlConfig
+from sentinel.control.config import ControlConfig
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,8 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> ConfigFinding
     except ConfigError as error:
         wrong.append(str(error))
     odd = [message for sink in notify.sinks for message in _warnings(sink)]
+    for at, policy in enumerate(config.control.policies):
+        odd += _unknown_detectors(f"control.policies[{at}].detectors", policy.detectors)
     if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:
         is_empty = not document.value["notify"].value
         odd += [] if is_empty else ["notify.sinks: there are none, so that nobody is notified of incidents"]
@@ -94,7 +96,11 @@ def _warnings(sink: SinkConfig) -> Iterator[str]:
             yield f"{path}.{name}_file: {file}: {who} may write it, mode {stat.S_IMODE(mode):04o}; run: chmod go-w {file}"
     if not sink.route.changes:
         yield f"{path}.route.changes: it is empty, so that no incident reaches this sink; leave it out for all changes"
+    yield from _unknown_detectors(f"{path}.route.detectors", sink.route.detectors)
+
+
+def _unknown_detectors(path: str, detectors: Sequence[str]) -> Iterator[str]:
     known = list(known_detectors())
-    for at, detector in enumerate(sink.route.detectors):
+    for at, detector in enumerate(detectors):
         if detector not in known and not is_dotted(detector):
-            yield f'{path}.route.detectors[{at}]: unknown detector "{detector}"{nearest(detector, known)}'
+            yield f'{path}[{at}]: unknown detector "{detector}"{nearest(detector, known)}'

@@ -90,7 +90,9 @@ class ServedRun:
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
-                self._commits = StepCommits(self.journal, self._files, self._alerts, self._snapshots, acknowledgement)
+                self._commits = StepCommits(
+                    self.journal, self._files, self._alerts, self._snapshots, acknowledgement, self.commanding.takes
+                )
                 self.status = RunStatus(
                     paths, self._gauges, self._notices, self._commits, self.commanding, self._files, acknowledgement,
                     self._spool_watch,

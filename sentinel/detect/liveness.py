@@ -19,7 +19,7 @@ Facts = dict[str, np.ndarray]
   call_id) or its activity changed last. is_live: bool, its frames or heartbeats came while it was watched, and not only from
   a recording.
 - step, call_id: where it stands. num_calls: calls of its last whole step, 0: not known. has_stepped: bool, it has ended a
-  step. activity: `init`, `train`, `eval`, `checkpoint`. pp_stage. left: why it said bye, empty while it has not.
+  step. activity: `init`, `train`, `eval`, `checkpoint`, `pause`. pp_stage. left: why it said bye, empty while it has not.
 - has_died: bool, it is gone otherwise than in order, which another rule reports. May be left out: nobody is.
 - is_stopped: bool, its process is there and stopped, as the operating system of its machine says. May be left out: nobody
   is.
@@ -200,7 +200,8 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         limit = np.where(is_inside, inside_s, between_s)
         limit = np.where(has_stepped, limit, self.init_after_s)
         for activity, after_s in (
-            ("init", self.init_after_s), ("eval", self.eval_after_s), ("checkpoint", self.checkpoint_after_s)
+            ("init", self.init_after_s), ("eval", self.eval_after_s), ("checkpoint", self.checkpoint_after_s),
+            ("pause", np.inf),  # Whoever asked for it said when it is over.
         ):  # fmt: skip
             limit = np.where(facts["activity"] == activity, after_s, limit)
         is_here = facts["left"] == ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
-from sentinel.control.policy import DUMP, Proposal, propose
+from sentinel.control.proposal import Proposal, propose
 from sentinel.incident import Incident, IncidentAct
 from sentinel.incidents.diagnosis.fact_reader import FactReader
 from sentinel.incidents.peers import IncidentConfig
@@ -35,9 +35,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     incidents: tuple[Incident, ...] = ()
     """The revisions that the step made."""
     proposal: Proposal | None = None
-    """What the step's rules ask of the trainer: more monitoring, or nothing."""
-    dump: Proposal | None = None
-    """Whether they ask for raw tensors."""
+    """What the step's alarms may ask of the trainer."""
 
 
 class _JudgeState(msgspec.Struct):
@@ -111,7 +109,6 @@ class Judge:
             anomalies=tuple(kept),
             incidents=tuple(incidents),
             proposal=propose(kept, self._actions, view.places, causes),
-            dump=propose(kept, self._actions, view.places, causes, DUMP),
         )
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:

@@ -170,3 +170,15 @@ def test_what_is_only_suspicious_in_a_rule_pack_is_told_as_rules_check_does(
     assert run_cli(["check-config", str(path)]) == LINT_ONLY
     assert f'{path}:2: rule "a": never fires: ' in capsys.readouterr().out
     assert run_cli(["rules", "check", str(path)]) == LINT_ONLY
+
+
+def test_a_policy_about_a_detector_that_does_not_exist_is_hardly_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "control:\n  policies:\n  - name: p\n    detectors: [AnomalyNaN]\n"
+
+    code, out = checked(text, tmp_path, capsys)
+
+    assert code == LINT_ONLY
+    assert 'F:4: control.policies[0].detectors[0]: unknown detector "AnomalyNaN"' in out
+    assert "AnomalyNan" in out.partition("did you mean")[2]

@@ -150,3 +150,45 @@ def test_nonsense_is_not_dumped(run_dir, capsys, options, message):
 
     assert message in capsys.readouterr().err
     assert not (run_dir / "control").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["checkpoint"], ("checkpoint", 0, 0.0)),
+        (["skip", "20"], ("skip_batches", 20, 0.0)),
+        (["pause", "--for", "10min"], ("pause", 0, 600.0)),
+    ],
+)
+def test_a_trainer_is_asked(run_dir, capsys, arguments, expected):
+    assert run_cli(["request", *arguments, "-d", str(run_dir), "--why", "a reason", "--json"]) in (CLEAN, FOUND)
+
+    command = json.loads(capsys.readouterr().out)
+    assert (command["action"], command.get("num_batches", 0), command.get("for_s", 0.0)) == expected
+    assert (command["type"], command["reason"]) == ("RequestAction", "a reason")
+
+
+def test_resume_ends_every_pause_once(run_dir, capsys):
+    for _ in range(2):
+        run_cli(["request", "pause", "-d", str(run_dir), "--at-step", "100"])
+    capsys.readouterr()
+
+    assert run_cli(["request", "resume", "-d", str(run_dir)]) == CLEAN
+    assert capsys.readouterr().out.count(": over") == 2
+    assert run_cli(["request", "resume", "-d", str(run_dir)]) == FOUND
+    assert "no pause was asked for" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pause", "--for", "soon"], '--for: expected a time above 0 like 90s, 10min, 2h, got "soon"'),
+        (["pause", "--for", "0s"], "--for: expected a time above 0"),
+        (["pause", "--for", "3w"], '--for: unknown unit "w"; known: s, m, min, h, d'),
+        (["skip", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_nonsense_is_not_asked(run_dir, capsys, arguments, message):
+    assert run_cli(["request", *arguments, "-d", str(run_dir)]) == BAD_USAGE
+    assert message in capsys.readouterr().err
+    assert not (run_dir / "control").exists()

@@ -12,8 +12,8 @@ import pytest
 from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.plan import Plan
 from sentinel.control.commands import RunCommands
+from sentinel.control.config import ControlConfig
 from sentinel.control.edits import MAX_TRIES, ConfigFileEdits, ConfigInUse
-from sentinel.control.policy import ControlConfig
 from sentinel.messages import Ack
 from sentinel.monitor_config import ConfigSource, as_reported, read_source
 from sentinel.place import Place

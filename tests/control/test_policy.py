@@ -3,7 +3,9 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.control.commands import RunCommands
-from sentinel.control.policy import DUMP, ControlConfig, Escalator, Proposal, blast_radius, first_step, propose
+from sentinel.control.config import ControlConfig, PolicyConfig
+from sentinel.control.policy import Escalator, first_step
+from sentinel.control.proposal import Proposal, RuleAlarm, blast_radius, neighbours, propose
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.place import Place
@@ -38,8 +40,7 @@ def test_the_blast_radius_is_the_suspected_stage_on_all_its_replicas():
     proposal = propose([on_stage_1(), LOSS], ACTIONS, places(4, 2))
 
     assert proposal.ranks == (2, 3)
-    assert proposal.targets == ()
-    assert "suspected in blocks.3" in proposal.reason
+    assert proposal.reason(proposal.alarms[1]) == "loss-spike: loss nans at step 40, suspected in blocks.3"
     assert Proposal.read(proposal.body) == proposal
 
 
@@ -79,8 +80,10 @@ def test_first_causes_decide_whom_to_suspect():
 
 
 @pytest.mark.parametrize("quiet", [on_stage_1(rule="norm"), on_stage_1(event="end"), on_stage_1(rule="unknown")])
-def test_only_onsets_of_rules_that_ask_escalate(quiet):
-    assert propose([quiet], ACTIONS, places(4, 2)) is None
+def test_only_onsets_of_rules_that_ask_escalate(tmp_path, quiet):
+    proposal = propose([quiet], ACTIONS, places(4, 2))
+
+    assert proposal is None or not Bench(tmp_path).escalator.takes(proposal)
     assert propose([], ACTIONS, places(4, 2)) is None
 
 
@@ -89,6 +92,9 @@ def test_only_onsets_of_rules_that_ask_escalate(quiet):
 )
 def test_the_first_step_leaves_time_to_read_the_command(step_time_s, latency_s, expected):
     assert first_step(100, step_time_s, latency_s) == expected
+
+
+ASKING = RuleAlarm(rule="nan", detector="AnomalyNan", severity=Severity.CRITICAL, actions=("escalate",), what="why")
 
 
 class Bench:
@@ -102,8 +108,13 @@ class Bench:
         self.entries.append((action, details))
 
     def consider(self, number=1, newest_step=40, ranks=()):
-        proposal = Proposal(key=f"k{number}", run="r", attempt=0, step=newest_step, ranks=ranks, reason="why")
-        return self.escalator.consider(proposal, newest_step=newest_step, step_time_s=0.1, now=self.now)
+        proposal = Proposal(key=f"k{number}", run="r", attempt=0, step=newest_step, ranks=ranks, alarms=(ASKING,))
+        return self.order(proposal, newest_step)
+
+    def order(self, proposal, newest_step=40):
+        """What follows from a proposal: the command, None, or a list of several."""
+        issued = self.escalator.consider(proposal, newest_step=newest_step, step_time_s=0.1, now=self.now)
+        return issued if len(issued) > 1 else issued[0] if issued else None
 
     def answer(self, command, state, rank=0):
         self.run_commands.acknowledge(rank, Ack(command=command.id, state=state, step=0), self.now)
@@ -121,7 +132,7 @@ def test_an_escalation_is_a_command_on_paper(tmp_path):
 
     command = bench.consider(ranks=(2, 3))
 
-    assert command.at_step == 43
+    assert command.at_step == 42
     assert command.kinds == ("activation", "activation_in", "dgrad", "dgrad_in")
     assert (command.ranks, command.for_steps, command.per_micro_step) == ((2, 3), 20, True)
     assert (tmp_path / "control" / "000001.json").exists()
@@ -172,8 +183,8 @@ def test_a_command_that_came_too_late_is_issued_anew_with_more_time(tmp_path):
 
     issued = bench.tick({0: 45})
 
-    assert [command.at_step for command in issued] == [first_step(45, 0.1, 0.3)]
-    assert bench.escalator.latency_s == 0.3
+    assert [command.at_step for command in issued] == [first_step(45, 0.1, 0.2)]
+    assert bench.escalator.latency_s == pytest.approx(0.2)
     bench.answer(issued[0], "armed")
     assert bench.tick({0: 46}) == []
     assert bench.run_commands.counts["withdrawn"] == 1
@@ -243,7 +254,7 @@ def test_lone_excursion_that_is_only_info_does_not_escalate():
 
 def a_dump(number=1, **changes):
     actions = {"nan": ("dump",)}
-    made = propose([on_stage_1(**changes)], actions, places(4, 2), action=DUMP)
+    made = propose([on_stage_1(**changes)], actions, places(4, 2))
     return msgspec.structs.replace(made, key=f"{made.key}:{number}")
 
 
@@ -251,18 +262,18 @@ def test_a_rule_may_ask_for_raw_tensors_of_the_suspected_stage(tmp_path):
     bench = Bench(tmp_path, dump_kinds=("wgrad",), dump_first_n=8, dump_for_steps=2)
     proposal = a_dump()
 
-    command = bench.escalator.consider(proposal, newest_step=40, step_time_s=0.1, now=bench.now)
+    command = bench.order(proposal)
 
-    assert propose([on_stage_1()], {"nan": ("dump",)}, places(4, 2)) is None  # It asks for nothing else.
     assert Proposal.read(proposal.body) == proposal
     assert (command.kinds, command.first_n, command.for_steps, command.ranks) == (("wgrad",), 8, 2, (2, 3))
-    assert command.at_step == 43
-    assert bench.escalator.consider(proposal, newest_step=40, step_time_s=0.1, now=bench.now + 100) is None
+    assert command.at_step == 42
+    bench.now += 100
+    assert bench.order(proposal) is None
 
 
 def test_a_dump_that_came_too_late_is_ordered_anew_with_more_time_and_not_for_ever(tmp_path):
     bench = Bench(tmp_path)
-    command = bench.escalator.consider(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now)
+    command = bench.order(a_dump())
     at_steps = [command.at_step]
     for step in range(50, 500, 50):
         bench.answer(command, "missed")
@@ -272,26 +283,26 @@ def test_a_dump_that_came_too_late_is_ordered_anew_with_more_time_and_not_for_ev
         command = issued[0]
         at_steps.append(command.at_step)
 
-    assert at_steps == [43, first_step(50, 0.1, 0.3), first_step(100, 0.1, 0.6), first_step(150, 0.1, 1.2)]
+    assert at_steps == [42, first_step(50, 0.1, 0.2), first_step(100, 0.1, 0.4), first_step(150, 0.1, 0.8)]
     assert (command.kinds, command.ranks, command.for_steps) == (("param", "wgrad"), (2, 3), 1)
 
 
 def test_a_dump_that_was_obeyed_is_not_repeated(tmp_path):
     bench = Bench(tmp_path)
-    command = bench.escalator.consider(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now)
+    command = bench.order(a_dump())
     for state in ("armed", "applied", "ended"):
         for rank in (2, 3):
             bench.answer(command, state, rank)
         assert bench.tick({2: 44, 3: 44}) == []
 
-    assert bench.run_commands.known.find(a_dump().key).state == "ended"
+    assert bench.run_commands.known.find(f"{a_dump().key}:dump").state == "ended"
 
 
 def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):
     bench = Bench(tmp_path, max_dumps_per_hour=2, cooldown_s=10.0)
     issued = []
     for number in range(6):
-        one = bench.escalator.consider(a_dump(number), newest_step=40, step_time_s=0.1, now=bench.now)
+        one = bench.order(a_dump(number))
         issued.append(one is not None)
         bench.now += 6.0
 
@@ -304,7 +315,7 @@ def test_dumps_are_few_and_never_in_the_way_of_monitoring(tmp_path):
 def test_dumps_may_be_forbidden(tmp_path, config):
     bench = Bench(tmp_path, **config)
 
-    assert bench.escalator.consider(a_dump(), newest_step=40, step_time_s=0.1, now=bench.now) is None
+    assert bench.order(a_dump()) is None
     assert not list(tmp_path.glob("control/*.json"))
 
 
@@ -319,3 +330,192 @@ def test_dumps_may_be_forbidden(tmp_path, config):
 def test_nonsense_about_dumps_is_refused(config, says):
     with pytest.raises(ConfigError, match=says):
         ControlConfig(**config)
+
+
+def alarm(rule="nan", detector="AnomalyNan", severity=Severity.CRITICAL, actions=()):
+    return RuleAlarm(rule=rule, detector=detector, severity=severity, actions=actions, what=f"{rule} fired")
+
+
+def a_proposal(*alarms, number=1, **changes):
+    usual = {"ranks": (2, 3), "neighbours": ("blocks.2", "blocks.3", "blocks.4")}
+    return Proposal(key=f"k{number}", run="r", attempt=0, step=40, alarms=alarms, **(usual | changes))
+
+
+def with_policies(tmp_path, *policies, **config):
+    return Bench(tmp_path, policies=tuple(PolicyConfig(**one) for one in policies), **config)
+
+
+def test_the_first_policy_that_takes_an_alarm_counts_and_the_rules_own_actions_no_more(tmp_path):
+    bench = with_policies(
+        tmp_path,
+        {"name": "spikes", "rules": ("loss-*",), "action": "dump", "kinds": ("wgrad",)},
+        {"name": "rest", "kinds": ("activation",), "for_steps": 5, "per_micro_step": False},
+    )
+
+    dump = bench.order(a_proposal(alarm("loss-spike", "LossSpike", actions=("escalate",))))
+    enable = bench.order(a_proposal(alarm(actions=("dump",)), number=2))
+
+    assert (type(dump).__name__, dump.kinds, dump.for_steps) == ("DumpTensors", ("wgrad",), 1)
+    assert (type(enable).__name__, enable.kinds, enable.for_steps) == ("EnableMonitoring", ("activation",), 5)
+    assert enable.per_micro_step is False
+
+
+def test_an_alarm_that_no_policy_takes_has_what_its_rule_asks_for(tmp_path):
+    bench = with_policies(tmp_path, {"name": "spikes", "detectors": ("LossSpike",), "action": "nothing"})
+
+    assert bench.escalator.takes(a_proposal(alarm(actions=("escalate",))))
+    assert not bench.escalator.takes(a_proposal(alarm("loss-spike", "LossSpike", actions=("escalate",))))
+    assert not bench.escalator.takes(a_proposal(alarm()))
+    [enable, dump] = bench.order(a_proposal(alarm(actions=("escalate", "dump"))))
+    assert (type(enable).__name__, type(dump).__name__) == ("EnableMonitoring", "DumpTensors")
+
+
+@pytest.mark.parametrize(("severity", "is_taken"), [(Severity.WARNING, False), (Severity.CRITICAL, True)])
+def test_a_policy_takes_alarms_of_its_severity_and_above(tmp_path, severity, is_taken):
+    bench = with_policies(tmp_path, {"name": "bad", "min_severity": Severity.CRITICAL})
+
+    assert bench.escalator.takes(a_proposal(alarm(severity=severity))) is is_taken
+
+
+@pytest.mark.parametrize(
+    ("reach", "expected"),
+    [
+        ("blast_radius", ((2, 3), ())),
+        ("neighbours", ((), ("blocks.2", "blocks.3", "blocks.4"))),
+        ("all", ((), ())),
+    ],
+)
+def test_a_policy_says_where_it_is_obeyed(tmp_path, reach, expected):
+    command = with_policies(tmp_path, {"name": "p", "reach": reach}).order(a_proposal(alarm()))
+
+    assert (command.ranks, command.targets) == expected
+
+
+def test_neighbours_that_are_not_known_are_the_blast_radius(tmp_path):
+    bench = with_policies(tmp_path, {"name": "p", "reach": "neighbours"})
+
+    assert bench.order(a_proposal(alarm(), neighbours=())).ranks == (2, 3)
+
+
+def test_neighbours_are_the_blocks_beside_the_first_causes():
+    assert neighbours([on_stage_1()]) == ("blocks.2", "blocks.3", "blocks.4")
+    assert neighbours([on_stage_1(segment="", name="layers.0.mlp.up")]) == ("layers.0", "layers.1")
+    assert neighbours([on_stage_1(), on_stage_1(segment="head", name="lm_head")]) == ()
+    assert neighbours([on_stage_1(segment=f"blocks.{number}") for number in range(0, 300, 3)]) == ()
+
+
+def test_while_neighbours_are_measured_the_same_ones_are_not_asked_for_again(tmp_path):
+    bench = with_policies(tmp_path, {"name": "p", "reach": "neighbours"})
+    bench.order(a_proposal(alarm()))
+
+    assert bench.order(a_proposal(alarm(), number=2)) is None
+    assert bench.why_not() == ["monitoring is on"]
+    assert bench.order(a_proposal(alarm(), number=3, neighbours=("blocks.7",))) is not None
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"action": "checkpoint"}, ("checkpoint", 0, 0.0)),
+        ({"action": "skip_batches", "num_batches": 7}, ("skip_batches", 7, 0.0)),
+        ({"action": "pause", "for_s": 60.0}, ("pause", 0, 60.0)),
+    ],
+)
+def test_a_policy_may_ask_the_trainer_itself_once_an_hour(tmp_path, policy, expected):
+    bench = with_policies(tmp_path, {"name": "p", **policy})
+
+    command = bench.order(a_proposal(alarm()))
+
+    assert (command.action, command.num_batches, command.for_s) == expected
+    assert (command.at_step, command.ranks, command.reason) == (42, (), "nan fired, suspected in somewhere")
+    bench.now += 700.0
+    assert bench.order(a_proposal(alarm(), number=2)) is None
+    assert ("not_requested", "1 requests in the last hour") in [(a, d.get("why")) for a, d in bench.entries]
+
+
+def test_what_was_ordered_is_known_after_a_restart(tmp_path):
+    policies = ({"name": "p", "action": "checkpoint", "max_per_hour": 5, "cooldown_s": 0.0},)
+    bench = with_policies(tmp_path, *policies, max_per_hour=1, cooldown_s=0.0)
+    late = bench.order(a_proposal(alarm("other"), number=2))
+    after = with_policies(tmp_path, *policies, max_per_hour=1, cooldown_s=0.0)
+    after.run_commands.load(bench.run_commands.dump())
+    after.escalator.load(bench.escalator.dump())
+
+    after.answer(late, "missed")
+    [again] = after.tick({0: 60})
+
+    assert again.action == "checkpoint" and again.at_step > late.at_step
+    assert after.escalator.latency_s == pytest.approx(0.2)
+
+
+def test_limits_by_the_hour_hold_across_a_restart(tmp_path):
+    bench = Bench(tmp_path, max_per_hour=1, cooldown_s=0.0)
+    bench.consider(1)
+    after = Bench(tmp_path, max_per_hour=1, cooldown_s=0.0)
+    after.run_commands.load(bench.run_commands.dump())
+    after.escalator.load(bench.escalator.dump())
+
+    assert after.consider(2, newest_step=9000) is None
+    assert after.why_not() == ["1 escalations in the last hour"]
+
+
+def test_a_command_is_given_the_time_that_the_last_ones_took(tmp_path):
+    bench = Bench(tmp_path)
+    command = bench.consider()
+    bench.now += 0.08
+    bench.answer(command, "armed")
+    bench.tick({0: 40})
+
+    assert bench.escalator.latency_s == pytest.approx(0.12)
+    bench.now += 4000.0
+    second = bench.consider(2, newest_step=500)
+    bench.now += 0.001
+    bench.answer(second, "armed")
+    bench.tick({0: 500})
+    assert bench.escalator.latency_s == pytest.approx(0.12)  # The slowest of the last ones counts.
+
+
+def steps_that_take(bench, seconds, first, num):
+    """Let steps go by, each of which takes so long."""
+    for step in range(first, first + num):
+        bench.now += seconds
+        changed = bench.run_commands.tick({0: step}, bench.now)
+        bench.escalator.follow(changed, newest_step=step, step_time_s=seconds, now=bench.now)
+
+
+@pytest.mark.parametrize(("slow_s", "is_over"), [(0.2, True), (0.1001, False)])
+def test_measuring_more_may_cost_only_so_much_of_an_hour(tmp_path, slow_s, is_over):
+    bench = Bench(tmp_path, max_overhead=0.0005, cooldown_s=0.0)  # 1.8 s
+    steps_that_take(bench, 0.1, 0, 40)
+    command = bench.consider(1)
+    bench.answer(command, "armed")
+    steps_that_take(bench, 0.1, 40, 2)
+    bench.answer(command, "applied")
+    steps_that_take(bench, slow_s, 42, 30)
+
+    assert (bench.consider(2, newest_step=200) is None) is is_over
+    assert any("of the last hour (control.max_overhead)" in why for why in bench.why_not()) is is_over
+    bench.now += 3700.0
+    assert bench.consider(3, newest_step=4000) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "control.policies: expected a name"),
+        ({"name": "escalate"}, r"control.policies\[escalate\]: expected another name"),
+        ({"min_severity": Severity.INFO}, "min_severity must be warning or critical"),
+        ({"kinds": ("activations",)}, r"control.policies\[p\].kinds must be among .*activation"),
+        ({"action": "dump", "kinds": ("scalar",)}, r"control.policies\[p\].kinds must be among"),
+        ({"for_steps": 0}, r"control.policies\[p\].for_steps must be at least 1, got 0"),
+        ({"for_s": float("inf")}, r"control.policies\[p\].for_s must be above 0 and finite"),
+    ],
+)
+def test_nonsense_in_a_policy_is_refused_by_its_path(change, message):
+    with pytest.raises(ConfigError, match=message):
+        PolicyConfig(**({"name": "p"} | change))
+
+
+def test_two_policies_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="expected every name once, got 'p' 2 times"):
+        ControlConfig(policies=(PolicyConfig(name="p"), PolicyConfig(name="p")))

@@ -6,7 +6,9 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.plan import Plan
 from sentinel.control.commands import RunCommands
-from sentinel.control.policy import ControlConfig, Escalator, Proposal, propose
+from sentinel.control.config import ControlConfig
+from sentinel.control.policy import Escalator
+from sentinel.control.proposal import Proposal, RuleAlarm, propose
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
 from sentinel.record import Kind
@@ -55,7 +57,7 @@ class Run:
         self.ranks = [Rank(run_dir, self.places[rank], step) for rank, step in enumerate(steps)]
         self.audit = []
         self.run_commands = RunCommands(run_dir, audit=lambda *entry: self.audit.append(entry))
-        self.escalator = Escalator(ControlConfig(), self.run_commands, lambda *entry: self.audit.append(entry))
+        self.escalator = Escalator(ControlConfig(latency_s=0.15), self.run_commands, lambda *entry: self.audit.append(entry))
         self.step_time_s, self.now = step_time_s, 1000.0
 
     def newest(self):
@@ -68,7 +70,8 @@ class Run:
             severity=Severity.CRITICAL, value=1.0, segment="blocks.1", pp_size=2,
         )  # fmt: skip
         proposal = propose([anomaly], {"nan": ("escalate",)}, self.places)
-        return self.escalator.consider(proposal, newest_step=self.newest(), step_time_s=self.step_time_s, now=self.now)
+        [command] = self.escalator.consider(proposal, newest_step=self.newest(), step_time_s=self.step_time_s, now=self.now)
+        return command
 
     def turn(self):
         """The daemon reads the spools, and acts."""
@@ -109,8 +112,9 @@ def test_command_obeyed_at_one_step(tmp_path, skew):
 def test_late_command_is_withdrawn_and_its_successor_is_obeyed_at_one_step(tmp_path):
     run = Run(tmp_path, [50, 50, 50, 50])
     run.ranks[2].current_step = 80  # A rank that is far ahead of what the daemon knew.
-    first = run.escalator.consider(
-        Proposal(key="k", run="r", attempt=0, step=50, ranks=(2, 3)),
+    asking = RuleAlarm(rule="nan", detector="AnomalyNan", severity=Severity.CRITICAL, actions=("escalate",))
+    [first] = run.escalator.consider(
+        Proposal(key="k", run="r", attempt=0, step=50, ranks=(2, 3), alarms=(asking,)),
         newest_step=50,
         step_time_s=run.step_time_s,
         now=run.now,
@@ -126,7 +130,7 @@ def test_late_command_is_withdrawn_and_its_successor_is_obeyed_at_one_step(tmp_p
     second = run.run_commands.known.find("k:again1").command
     steps = list(range(second.at_step, second.at_step + 20))
     assert [rank.measured for rank in run.ranks[2:]] == [steps, steps]
-    assert run.escalator.latency_s == 0.3
+    assert run.escalator.latency_s == pytest.approx(0.3)
 
 
 def test_a_rank_that_is_deaf_leaves_a_partial_command(tmp_path):

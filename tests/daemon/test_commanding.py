@@ -8,7 +8,7 @@ import pytest
 
 from sentinel.command import DescribeStructure, DumpTensors
 from sentinel.control.commands import RunCommands
-from sentinel.control.policy import ControlConfig
+from sentinel.control.config import ControlConfig
 from sentinel.daemon.commanding import Commanding
 from sentinel.errors import ConfigError
 from sentinel.store.journal import Journal

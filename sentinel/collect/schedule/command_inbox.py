@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from sentinel.collect.schedule.plan import Plan
+from sentinel.collect.schedule.trainer_requests import TrainerRequests
 from sentinel.collect.schedule.wishes import Dump, parse_kinds, parse_targets
 from sentinel.command import (
     ANY_ATTEMPT,
@@ -14,6 +15,8 @@ from sentinel.command import (
     DisableMonitoring,
     DumpTensors,
     EnableMonitoring,
+    Obeyed,
+    RequestAction,
     WithdrawCommand,
 )
 from sentinel.errors import ConfigError
@@ -21,8 +24,8 @@ from sentinel.messages import Ack
 from sentinel.monitor_config import Measurement, measurement_of
 from sentinel.target import resolve
 
-Obeyed = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
-"""Commands that wait for their step."""
+Planned = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
+"""Commands that change what is measured."""
 FROM_FILE = "file-"
 """How the id of a command begins that a rank made for itself from its config file."""
 
@@ -47,6 +50,8 @@ class CommandInbox:
         self.plan = plan
         self.rank = rank
         self.acknowledge = acknowledge
+        self.requests = TrainerRequests(acknowledge, step)
+        """What the trainer takes up itself."""
         self._allowed = frozenset(allowed)
         self._step = step
         self._attempt = attempt
@@ -64,6 +69,7 @@ class CommandInbox:
         """Take a command in; return the answer, None for a command to others. Runs on the writer thread."""
         step = self._step()
         if isinstance(command, WithdrawCommand):
+            self.requests.withdraw(command.withdraws)
             if self._pending.pop(command.withdraws, None) is None:
                 self._withdrawn.append(command)
             return Ack(command=command.withdraws, state="withdrawn", step=step, reason=command.reason)
@@ -75,6 +81,8 @@ class CommandInbox:
         # What a rank read in its own file is its user's word, whatever the daemon may ask.
         if name not in self._allowed and not command.id.startswith(FROM_FILE):
             return Ack(command=command.id, state="refused", step=step, reason=f"{name} is not in allow_commands")
+        if isinstance(command, RequestAction) and (why := self.requests.refusal()):
+            return Ack(command=command.id, state="refused", step=step, reason=why)
         try:
             _check(command)
             # Here and not at the step: the training thread only looks up what was found.
@@ -101,6 +109,7 @@ class CommandInbox:
 
     def apply(self, step: int) -> bool:
         """Obey what is due at the beginning of `step`; True when the plan changed. Runs on the training thread."""
+        self.requests.forget_late(step)
         if not (self._pending or self._withdrawn or self._active):
             return False
         changed = self._take_back()
@@ -110,6 +119,9 @@ class CommandInbox:
                 continue
             if order.at_step < step:
                 self._answer(name, "missed", step, f"step {order.at_step} has begun")
+                continue
+            if isinstance(order, RequestAction):
+                self.requests.hold(order)
                 continue
             self._obey(order, step)
             changed = True
@@ -131,7 +143,7 @@ class CommandInbox:
                 changed = True
         return changed
 
-    def _obey(self, order: Obeyed, step: int) -> None:
+    def _obey(self, order: Planned, step: int) -> None:
         plan = self.plan
         if isinstance(order, ChangeConfig):
             self._former = {order.id: (plan.config.measurement, plan.config.text_hash)}
@@ -161,7 +173,7 @@ class CommandInbox:
 
 def _targets(command: Obeyed) -> tuple[str, ...]:
     """Return the targets that a command names."""
-    if isinstance(command, DescribeStructure):
+    if isinstance(command, (DescribeStructure, RequestAction)):
         return ()
     if isinstance(command, ChangeConfig):
         return measurement_of(command.settings).all_targets()
@@ -170,7 +182,7 @@ def _targets(command: Obeyed) -> tuple[str, ...]:
 
 def _check(command: Obeyed) -> None:
     """Raise ConfigError for what this version cannot do."""
-    if isinstance(command, DescribeStructure):
+    if isinstance(command, (DescribeStructure, RequestAction)):
         return
     if isinstance(command, ChangeConfig):
         measurement_of(command.settings)

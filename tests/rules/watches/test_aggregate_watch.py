@@ -11,7 +11,7 @@ import pytest
 
 from sentinel.aggregate import Aggregate
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.control.policy import propose
+from sentinel.control.proposal import propose
 from sentinel.detect import DETECTORS
 from sentinel.order.causal import happens_before, sort_key
 from sentinel.order.causes import leading_causes
