@@ -1,4 +1,4 @@
-"""AlertMessage: what people are told of an incident, in the order in which they ask; every text bounded and without controls.
+"""AlertMessage: what people are told of an incident, in the order in which they ask; every text bounded, without controls.
 
 The order: which run and what happened, where, since when, how bad it is, what was done, what to do next, and links.
 """
