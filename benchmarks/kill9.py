@@ -30,6 +30,7 @@ from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 
 NUM_STEPS = {True: 300, False: 1500}
+"""Of a campaign, by whether frames are written meanwhile."""
 """Steps of a campaign, live or recorded: a daemon that catches up judges some hundred steps between two commits."""
 CONFIG = """\
 judging: {snapshot_interval_s: 0.05}
@@ -135,9 +136,8 @@ def wait_for_moment(run_dir: Path, num_steps: int, kills_left: int, rng: random.
     time.sleep(rng.uniform(0.0, 0.01))
 
 
-def campaign(where: Path, num_kills: int, rng: random.Random, *, is_live: bool = False) -> Outcome:
+def campaign(where: Path, num_kills: int, rng: random.Random, *, is_live: bool, num_steps: int) -> Outcome:
     """Judge one run undisturbed and one under SIGKILL, and return what differs."""
-    num_steps = NUM_STEPS[is_live]
     where.mkdir(parents=True, exist_ok=True)
     config = where / "daemon.yaml"
     config.write_text(CONFIG)
@@ -207,7 +207,7 @@ def main() -> int:
         kills = min(left, rng.randint(5, 25))
         is_live = number % 2 == 1
         with tempfile.TemporaryDirectory(prefix="kill9-") as where:
-            outcome = campaign(Path(where), kills, rng, is_live=is_live)
+            outcome = campaign(Path(where), kills, rng, is_live=is_live, num_steps=NUM_STEPS[is_live])
         kind = "live" if is_live else "recorded"
         print(
             f"{number:8}  {kind:8}  {kills:5}  {outcome.num_hit:12}  {outcome.num_anomalies:14}  {len(outcome.differences)}",

@@ -19,8 +19,10 @@ from ..support.serving import NOW, catch_up, served
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("shape", [{}, {"dp": 2}])
-@pytest.mark.parametrize("max_kib", [256, 1024])
+@pytest.mark.parametrize(
+    ("shape", "max_kib"),
+    [({}, 256), ({}, 1024), ({"dp": 2}, 256), pytest.param({"dp": 2}, 1024, marks=pytest.mark.long)],
+)
 def test_what_was_lost_is_said_after_a_restart_too_and_replays_to_the_same(
     tmp_path: Path, shape: dict[str, int], max_kib: int
 ) -> None:

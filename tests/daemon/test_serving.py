@@ -158,8 +158,18 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("interval_s", [0.0, 3600.0], ids=["snapshots", "no snapshots"])
-@pytest.mark.parametrize(("owner", "name", "after"), POINTS, ids=lambda value: getattr(value, "__name__", str(value)))
+WITHOUT_SNAPSHOTS = [(*point, 3600.0) for point in POINTS]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after", "interval_s"),
+    [
+        *((*point, 0.0) for point in POINTS),
+        *WITHOUT_SNAPSHOTS[:2],
+        *(pytest.param(*one, marks=pytest.mark.long) for one in WITHOUT_SNAPSHOTS[2:]),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_kill_at_every_point_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, interval_s: float
 ) -> None:
@@ -324,7 +334,7 @@ def test_a_replay_says_what_differs(tmp_path: Path) -> None:
     assert result.first_difference is not None
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_reading_in_other_portions_decides_the_same(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     source = planted_run(tmp_path / "golden" / "run")

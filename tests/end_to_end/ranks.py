@@ -15,6 +15,8 @@ from ..support.warm import cli, interpreter
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt"
+SMALL = ("--width", "16", "--sequence", "16")
+"""A model of the example's shape, each of whose steps takes half as long."""
 EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]}
 
 
@@ -38,12 +40,13 @@ def train_example(
     environment: dict[str, str] | None = None,
     timeout_s: float = 150.0,
 ) -> Ended:
-    """Train the example's GPT with `num_ranks` processes; with a daemon beside it unless told not to.
+    """Train the example's GPT, made small, with `num_ranks` processes; with a daemon beside it unless told not to.
 
     config: of the monitor; pack: YAML of rules, merged over the default pack. Fails on any exit code but 0.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    command = [interpreter(), str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(EXAMPLE / "train.py"), *arguments]
+    command = [interpreter(), str(EXAMPLE / "launch.py"), "-n", str(num_ranks), "--", str(EXAMPLE / "train.py")]
+    command += [*SMALL, *arguments]
     if config is not None:
         (folder / "monitor.yaml").write_text(json.dumps(config))
         command += ["--sentinel-config", str(folder / "monitor.yaml")]

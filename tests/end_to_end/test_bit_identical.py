@@ -14,7 +14,7 @@ from sentinel.monitor_config import MEASURED_LABELS
 from ..support.spools import Spoken
 from .ranks import train_example
 
-NUM_STEPS, SKIPPED, CLIP = 10, 4, 0.05
+NUM_STEPS, SKIPPED, CLIP = 7, 4, 0.05
 FAULTS = [{"module": "blocks.1.mlp.fc1", "dp_rank": 1, "micro_step": 2, "steps": [SKIPPED]}]
 ARGUMENTS = ("--steps", str(NUM_STEPS), "--clip", str(CLIP), "--lr-schedule", "cosine")
 

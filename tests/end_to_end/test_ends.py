@@ -29,7 +29,7 @@ finds on disk later. A launcher that sends SIGTERM at once may leave two ranks t
 def environment(folder: Path) -> dict[str, str]:
     return {
         **CLEAN, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "SENTINEL_RUN": "run", "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder),
+        "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder), "PYTHON_EXEC": interpreter(),
     }  # fmt: skip
 
 

@@ -15,16 +15,16 @@ from kill9 import campaign
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("is_live", "num_kills"),
+    ("is_live", "num_kills", "num_steps"),
     [
-        pytest.param(False, 5, id="recorded"),
-        pytest.param(True, 5, id="while a writer writes"),
-        pytest.param(False, 28, id="recorded, long", marks=pytest.mark.long),
-        pytest.param(True, 22, id="while a writer writes, long", marks=pytest.mark.long),
+        pytest.param(False, 5, 600, id="recorded"),
+        pytest.param(True, 5, 300, id="while a writer writes"),
+        pytest.param(False, 28, 1500, id="recorded, long", marks=pytest.mark.long),
+        pytest.param(True, 22, 300, id="while a writer writes, long", marks=pytest.mark.long),
     ],
 )
-def test_kill_9_loses_nothing(tmp_path: Path, is_live: bool, num_kills: int) -> None:
-    outcome = campaign(tmp_path, num_kills, random.Random(7), is_live=is_live)
+def test_kill_9_loses_nothing(tmp_path: Path, is_live: bool, num_kills: int, num_steps: int) -> None:
+    outcome = campaign(tmp_path, num_kills, random.Random(7), is_live=is_live, num_steps=num_steps)
 
     assert outcome.differences == []
     assert outcome.num_kills == num_kills

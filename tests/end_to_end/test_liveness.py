@@ -21,7 +21,7 @@ from ..support.results import anomalies, incidents, revisions
 from ..support.spools import Spoken
 from ..support.waiting import wait_for
 from ..support.warm import cli, interpreter
-from .ranks import EXAMPLE, ROOT, train_example
+from .ranks import EXAMPLE, ROOT, SMALL, train_example
 
 PACK = """
 rules:
@@ -46,7 +46,7 @@ class Ranks:
             "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         self.logs = [(folder / f"rank{rank}.log").open("wb") for rank in range(num_ranks)]
-        command = [interpreter(), str(EXAMPLE / "train.py"), "--faults", str(folder / "faults.json"), *arguments]
+        command = [interpreter(), str(EXAMPLE / "train.py"), "--faults", str(folder / "faults.json"), *SMALL, *arguments]
         self.ranks = [
             subprocess.Popen(
                 command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=self.logs[rank],

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from ..support.warm import interpreter
-from .ranks import ROOT
+from .ranks import ROOT, SMALL
 
 
 def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, Any]:
     done = subprocess.run(
         [
             interpreter(), str(ROOT / "benchmarks" / "origin_sweep.py"), "--json",
-            "--layout", layout, "--monitoring", monitoring, "--every", str(every), *options,
+            "--layout", layout, "--monitoring", monitoring, "--every", str(every), *options, "--", *SMALL,
         ],
         capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHON_EXEC": interpreter()},
@@ -32,10 +32,13 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
     [
         ("pp2dp2", "on", 11, ()),
         pytest.param("pp2dp2", "on", 13, ("--sudden",), marks=pytest.mark.long),
-        ("pp2dp2", "late", 11, ()),
+        ("pp2dp2", "late", 23, ()),
+        pytest.param("pp2dp2", "late", 11, (), marks=pytest.mark.long),
         pytest.param("pp2dp2", "off", 11, (), marks=pytest.mark.long),
-        ("interleaved", "on", 23, ()),
-        ("gpipe", "off", 23, ()),
+        ("interleaved", "on", 29, ()),
+        pytest.param("interleaved", "on", 23, (), marks=pytest.mark.long),
+        ("gpipe", "off", 29, ()),
+        pytest.param("gpipe", "off", 23, (), marks=pytest.mark.long),
         ("pp2tp2", "on", 13, ()),
         pytest.param("pp2tp2", "off", 13, (), marks=pytest.mark.long),
     ],

@@ -89,10 +89,10 @@ def train_ranks(
     return [Result(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(world)]
 
 
-def steps_alone(build: Build, **options: Any) -> list[ClosedStep]:
-    """Return the steps of the same training in one process. options: those of `train_ranks`."""
+def steps_of(build: Build, world: int = 1, **options: Any) -> list[ClosedStep]:
+    """Return the steps of a training with `world` processes, whose files are gone. options: those of `train_ranks`."""
     with tempfile.TemporaryDirectory() as folder:
-        train_ranks(Path(folder), build, 1, **options)
+        train_ranks(Path(folder), build, world, **options)
         return closed_steps(Path(folder) / "run")
 
 

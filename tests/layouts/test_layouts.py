@@ -12,7 +12,7 @@ from sentinel.kinds import MODULE_KINDS, is_of_kind
 
 from ..support.closed_steps import closed_steps, statistics
 from .builds import LAYOUTS, REFERENCES, one
-from .layout import EVERYTHING, Build, differences, gradient_norm, steps_alone, train_ranks
+from .layout import EVERYTHING, Build, differences, gradient_norm, steps_of, train_ranks
 from .net import NUM_STEPS
 
 LOCAL_ACTIVATIONS = ("tp", "tp_x_dp", "tp_x_fsdp2", "tp_x_pp")
@@ -41,10 +41,13 @@ def residual(view: ClosedStep) -> dict[str, dict[str, float]]:
 @functools.cache
 def alone(build: Build) -> list[ClosedStep]:
     """The steps of one process, as heard."""
-    return steps_alone(build, config=EVERYTHING)
+    return steps_of(build, config=EVERYTHING)
 
 
-VARIANTS = ("ddp_tied", "fsdp1_grad_op", "fsdp1_no_shard", "fsdp2_4", "tp_x_dp", "cp_x_dp", "ep_x_dp")
+VARIANTS = (
+    "ddp_tied", "fsdp1_grad_op", "fsdp1_no_shard", "fsdp1_hybrid", "fsdp2_4", "tp_x_dp", "tp_x_pp", "cp_x_dp", "ep_x_dp",
+    "ep_x_cp",
+)  # fmt: skip
 """Layouts of whose parts others consist too: each alone, or with another partner."""
 
 

@@ -24,8 +24,8 @@ from sentinel.record import ROW_DTYPE, Flag
 
 from ..support.closed_steps import closed_steps, statistics
 from ..support.spools import Spoken
-from .builds import CPU, LAYOUTS, mine, tp
-from .layout import Trainer, differences, steps_alone, train_ranks
+from .builds import CPU, LAYOUTS, mine
+from .layout import Trainer, differences, steps_of, train_ranks
 from .net import LayoutBlock, Net, optimizer_of, shifted_loss, tokens_of
 
 KINDS = ["param", "wgrad", "wgrad_unreduced", "update", "update_ratio", "grad_momentum_alignment", "weight_spectrum"]
@@ -102,7 +102,7 @@ def build_one() -> Trainer:
 
 @functools.cache
 def alone() -> list[ClosedStep]:
-    return steps_alone(build_one, config=CONFIG)
+    return steps_of(build_one, config=CONFIG)
 
 
 BUILDS = {"ddp": build_ddp, "fsdp1": build_fsdp1, "fsdp2": build_fsdp2, "fsdp2_kept": partial(build_fsdp2, False)}
@@ -166,11 +166,8 @@ def assert_formed(view: ClosedStep, whole: ClosedStep) -> None:
 
 
 @pytest.mark.parametrize("name", ["tp", "tp_x_fsdp2", "zero_redundancy"])
-def test_ratios_of_shards_are_those_of_the_whole_on_layouts(name: str, tmp_path: Path) -> None:
-    build, world = LAYOUTS[name]
-    train_ranks(tmp_path, build, world, config=CONFIG)
-
-    for view, whole in zip(closed_steps(tmp_path / "run"), one_of_layouts(), strict=True):
+def test_ratios_of_shards_are_those_of_the_whole_on_layouts(name: str) -> None:
+    for view, whole in zip(steps_of_layout(name), one_of_layouts(), strict=True):
         assert_formed(view, whole)
 
 
@@ -186,30 +183,28 @@ def test_a_norm_that_no_shard_knows_is_flagged_and_never_merged(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp", "tp_x_fsdp2", "zero_redundancy"])
-def test_updates_merge_to_those_of_one_process_on_layouts(name: str, tmp_path: Path) -> None:
-    build, world = LAYOUTS[name]
-    whole = one_of_layouts()
-
-    train_ranks(tmp_path, build, world, config=CONFIG)
-    views = closed_steps(tmp_path / "run")
-
-    for view, truth in zip(views, whole, strict=True):
+def test_updates_merge_to_those_of_one_process_on_layouts(name: str) -> None:
+    for view, truth in zip(steps_of_layout(name), one_of_layouts(), strict=True):
         wrong = differences(statistics(view, "update"), statistics(truth, "update"), rel=2e-3)
         assert not wrong, "\n".join([f"update of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
+
+
+@functools.cache
+def steps_of_layout(name: str) -> list[ClosedStep]:
+    """The steps of a layout, trained once for all that is asked of them."""
+    build, world = LAYOUTS[name]
+    return steps_of(build, world, config=CONFIG)
 
 
 @functools.cache
 def one_of_layouts() -> list[ClosedStep]:
     from .builds import one
 
-    return steps_alone(one, config=CONFIG)
+    return steps_of(one, config=CONFIG)
 
 
-def test_unreduced_gradients_of_tensor_parallel_shards_merge(tmp_path: Path) -> None:
-    train_ranks(tmp_path, tp, 2, config=CONFIG)
-    views = closed_steps(tmp_path / "run")
-
-    for view, truth in zip(views, one_of_layouts(), strict=True):
+def test_unreduced_gradients_of_tensor_parallel_shards_merge() -> None:
+    for view, truth in zip(steps_of_layout("tp"), one_of_layouts(), strict=True):
         cut = {key for key in statistics(view, "wgrad_unreduced") if "@" not in key and ("attn" in key or "mlp" in key)}
         ours = {key: one for key, one in statistics(view, "wgrad_unreduced").items() if key in cut}
         whole = {key: one for key, one in statistics(truth, "wgrad_unreduced").items() if key in cut}

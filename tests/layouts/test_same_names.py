@@ -15,7 +15,7 @@ from sentinel.ingest.merge import ClosedStep
 
 from ..support.closed_steps import closed_steps, statistics
 from .builds import one, pipeline
-from .layout import Build, differences, steps_alone, train_ranks
+from .layout import Build, differences, steps_of, train_ranks
 from .net import Net
 
 KINDS = [
@@ -50,7 +50,7 @@ class WithTables(Net):
 
 @functools.cache
 def alone(build: Build, kinds: tuple[str, ...]) -> list[ClosedStep]:
-    return steps_alone(build, config={"kinds": list(kinds)}, num_steps=2)
+    return steps_of(build, config={"kinds": list(kinds)}, num_steps=2)
 
 
 def rows_of(view: ClosedStep) -> set[tuple[str, str]]:

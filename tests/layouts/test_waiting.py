@@ -64,10 +64,14 @@ def on_a_stream(build: Any) -> Trainer:
 GPIPE = partial(pipeline, "ScheduleGPipe", micro=2)
 
 
-LAYOUTS = [(ddp, 3), (fsdp2, 3), (GPIPE, 2), (tp, 2)]
+LAYOUTS = [(ddp, 3), (GPIPE, 2), (fsdp2, 3), (tp, 2)]
+ON_A_STREAM = [(partial(on_a_stream, build), world) for build, world in LAYOUTS]
 
 
-@pytest.mark.parametrize(("build", "world"), [*LAYOUTS, *((partial(on_a_stream, build), world) for build, world in LAYOUTS)])
+@pytest.mark.parametrize(
+    ("build", "world"),
+    [*LAYOUTS, *ON_A_STREAM[:2], *(pytest.param(*one, marks=pytest.mark.long) for one in ON_A_STREAM[2:])],
+)
 def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
     train_ranks(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
 

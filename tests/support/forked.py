@@ -14,7 +14,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "sentinel.collect.attach",
-    "tests.layouts.builds",
+    "tests.layouts.first_steps",
 )
 CONTEXT.set_forkserver_preload([*PRELOADED, "tests.support.frozen"])
 
