@@ -29,11 +29,12 @@ import msgspec
 import yaml
 
 from sentinel.daemon.config import DaemonConfig, load_config
+from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.tokens import Tokens
-from sentinel.daemon.outboxes import Outboxes
+from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.serving import ServedRun
 from sentinel.decision import Tick
@@ -47,7 +48,6 @@ from sentinel.judge.judge import Judge
 from sentinel.judge.packs import RulePacks
 from sentinel.messages import Ack, Bye, EndStep, Health, Heartbeat, LayoutChange, Vector, Vectors
 from sentinel.monitor_config import MonitorConfig, parse_config
-from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.rules.language.loader import PACKS, load_pack
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
@@ -211,8 +211,10 @@ def http(seed: int, home: Path) -> int:
 
     rng, forger = random.Random(seed), Forger(seed)
     with _served(home) as run:
-        api = ServedApi(_PACKS, _notifier(), lambda: None)
-        api.publish([run], {}, is_caught_up=True)
+        config = DaemonConfig()
+        notifying = Notifying(config.notify, {}, sys.stderr)
+        api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, lambda: None)
+        api.publish([run], {}, {}, is_caught_up=True)
         tokens = Tokens(read="r" * 20, control="c" * 20)
         client = TestClient(make_app(api, RequestGate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
         headers = {"Authorization": "Bearer " + tokens.control}
@@ -300,10 +302,6 @@ def _served(home: Path) -> Any:
         yield run
     finally:
         run.close()
-
-
-def _notifier() -> Notifier:
-    return Notifier(Outboxes(), [], RetryPolicy(), clock=time.time)
 
 
 def _text(forger: Forger, whole: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ from sentinel.errors import ConfigError
     help="A rank that keeps the others waiting for so long is late. 0: none. Default: 30.",
 )
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
+@click.option("--dry-run-notifications", is_flag=True, help="Decide and log what would be sent; send nothing.")
 @click.option("--owned", is_flag=True, hidden=True, help="The daemon of `sentinel run`.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
 def serve(
@@ -49,17 +51,16 @@ def serve(
     late_after: int | None,
     late_after_s: float | None,
     drain_s: float,
+    dry_run_notifications: bool,
     owned: bool,
     verbose: bool,
 ) -> int:
     """Judge DIRECTORY as it is written: one run, or a directory of runs in which new ones may appear.
 
-    Default: $SENTINEL_DIR, else ./sentinel_runs. SIGHUP reads the rules again; SIGTERM and SIGINT judge what is left and
-    end with 0.
+    Default: $SENTINEL_DIR, else ./sentinel_runs. SIGHUP reads rules and configuration again; SIGTERM and SIGINT judge
+    what is left and end with 0.
     """
-    import msgspec
-
-    from sentinel.daemon.config import load_config, placed
+    from sentinel.daemon.config import placed, read_config
     from sentinel.daemon.daemon import Daemon, ServeOptions
 
     logging.basicConfig(
@@ -71,14 +72,8 @@ def serve(
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
         raise ConfigError(f"{where}: expected a run or a directory of runs, found none; training makes it, or mkdir -m 700")
-    settings = load_config(Path(config) if config else None)
-    judging = settings.judging
-    if late_after is not None:
-        judging = msgspec.structs.replace(judging, late_after_steps=late_after)
-    if late_after_s is not None:
-        judging = msgspec.structs.replace(judging, late_after_s=late_after_s)
-    # `replace` does not validate; building it anew does.
-    judging = type(judging)(**msgspec.structs.asdict(judging))
+    config_file = Path(config) if config else None
+    read = functools.partial(read_config, config_file, late_after, late_after_s)
     http = None if no_http else listening.config()
     watchdog = (
         os.environ.get("WATCHDOG_USEC", "0") if os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()) else "0"
@@ -87,7 +82,10 @@ def serve(
         directory=where,
         state_dir=Path(state_dir) if state_dir else None,
         packs=packs,
-        config=msgspec.structs.replace(settings, judging=judging),
+        config=read(),
+        config_file=config_file,
+        read_config=read if config_file else None,
+        is_dry_run=dry_run_notifications,
         http=http,
         is_owned=owned,
         parent=os.getppid() if owned else 0,
@@ -98,5 +96,5 @@ def serve(
     try:
         daemon = Daemon(options, os.environ, sys.stderr)
     except ConfigError as error:
-        raise placed(error, Path(config)) if config else error from error
+        raise placed(error, config_file) if config_file else error from error
     return daemon.run()

@@ -60,7 +60,8 @@ class RunCommands:
         self.num_foreign = 0
         """Files in the directory that are no commands."""
         self._audit = audit
-        self._expires_s = expires_s
+        self.expires_s = expires_s
+        """Seconds after which a command that nobody answered is given up."""
         self._last_scan = float("-inf")
 
     # What a restart keeps: the daemon puts it into the journal.
@@ -286,7 +287,7 @@ class RunCommands:
     # Inside.
 
     def _move(self, status: CommandStatus, ended: Mapping[int, int], now: float) -> None:
-        while (move := next_move(status, ended, now, self._expires_s)) is not None:
+        while (move := next_move(status, ended, now, self.expires_s)) is not None:
             command = status.command
             assert not isinstance(command, WithdrawCommand)
             status.is_late = status.is_late or move.is_late

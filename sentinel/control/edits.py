@@ -97,7 +97,7 @@ class ConfigFileEdits:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         """Outcome -> edits since the daemon started."""
         self.state = EditState()
-        self._config = config
+        self.config = config
         self._commands = commands
         self._audit = audit
         self._host = host
@@ -131,7 +131,7 @@ class ConfigFileEdits:
         ask: returns live rank -> what it measures by. newest_step: of any rank. now: seconds since the epoch; mono:
         seconds of a clock that never jumps. StoreError when the command could not be written: the next turn tries again.
         """
-        if not self._config.follow_config or 0 <= mono - self._looked < LOOK_S:
+        if not self.config.follow_config or 0 <= mono - self._looked < LOOK_S:
             return
         self._looked = mono
         in_use = {rank: one for rank, one in sorted(ask().items()) if one.path}
@@ -247,8 +247,8 @@ class ConfigFileEdits:
                 return
             self._latency_s = min(self._latency_s * 2.0, MAX_LATENCY_S)
         self._times = [time for time in self._times if now - 3600.0 < time <= now]
-        if len(self._times) >= self._config.max_edits_per_hour:
-            most = self._config.max_edits_per_hour
+        if len(self._times) >= self.config.max_edits_per_hour:
+            most = self.config.max_edits_per_hour
             self.state.problem = f"{self.state.path}: {most} edits in the last hour; the newest one waits"
             return
         wanted = as_reported(reading.config.measurement)
@@ -256,7 +256,7 @@ class ConfigFileEdits:
         changed = tuple(key for key in Measurement.__struct_fields__ if wanted[key] != settings.get(key))
         at_step = max(first_step(newest_step, step_time_s, self._latency_s), reading.config.at_step or 0)
         words = f"edit of {self.state.path}: {', '.join(changed) or 'no key'} changed"
-        if self._config.dry_run:
+        if self.config.dry_run:
             if self._dry_edit != self.state.edit:
                 self._dry_edit = self.state.edit
                 self._commands.note_dry_run({"at_step": at_step, "settings": wanted, "reason": words}, now)

@@ -107,11 +107,15 @@ class Escalator:
     """
 
     def __init__(self, config: ControlConfig, commands: RunCommands, audit: Audit) -> None:
-        self.config = config
         self._commands = commands
         self._audit = audit
         self._cost = MonitoringCost()
         self._state = EscalatorState()
+        self.use(config)
+
+    def use(self, config: ControlConfig) -> None:
+        """Decide by a configuration from now on; what was ordered stands, and counts."""
+        self.config = config
         self._own = {name: _of_rules(name, config) for name in (ESCALATE, DUMP)}
         """What rules ask for themselves."""
         self._named = [(one, _of_config(one, config)) for one in config.policies]

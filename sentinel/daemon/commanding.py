@@ -102,6 +102,13 @@ class Commanding:
         self.problem = ""
         """Why commands cannot be written; empty when they can."""
 
+    def use(self, config: ControlConfig) -> None:
+        """Decide by another configuration from now on; what was commanded stands, and counts."""
+        with self._mutex:
+            self._escalator.use(config)
+            self._edits.config = config
+            self._commands.expires_s = config.expires_s
+
     def turn(
         self,
         ended: Mapping[int, int],

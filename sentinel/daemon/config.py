@@ -32,6 +32,16 @@ def load_config(path: Path | None) -> DaemonConfig:
     return read_struct(named_document(path), DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())
 
 
+def read_config(path: Path | None, late_after_steps: int | None = None, late_after_s: float | None = None) -> DaemonConfig:
+    """Return `load_config` with what the command line says on top, where that is not None."""
+    config = load_config(path)
+    given = {"late_after_steps": late_after_steps, "late_after_s": late_after_s}
+    asked = {name: value for name, value in given.items() if value is not None}
+    # `replace` does not validate; building it anew does.
+    judging = JudgingConfig(**{**msgspec.structs.asdict(config.judging), **asked})
+    return msgspec.structs.replace(config, judging=judging)
+
+
 def hash_of(config: DaemonConfig) -> str:
     """Return 16 hexadecimal digits that are equal for configurations that say the same."""
     return hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8).hexdigest()

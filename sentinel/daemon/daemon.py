@@ -8,19 +8,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 import msgspec
 
-from sentinel.daemon.config import DaemonConfig, hash_of
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.meters import DaemonMeters
-from sentinel.daemon.outboxes import Outboxes
+from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.outside_packages import OutsidePackages
 from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.serving import ServedRun
@@ -31,9 +32,7 @@ from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import MessageLinks
-from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.delivery import HttpPoster
-from sentinel.report.sinks.sink_table import build_sinks
 from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
 from sentinel.store.trouble import disk_trouble
@@ -70,6 +69,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     watchdog_us: int = 0
     drain_s: float = 10.0
     """Longest time for judging and telling what is left after SIGTERM."""
+    config_file: Path | None = None
+    """Where `config` comes from; None: there is no file, and it stays."""
+    read_config: Callable[[], DaemonConfig] | None = None
+    """Reads that file again for a reload, with what the command line says on top; ConfigError."""
+    is_dry_run: bool = False
+    """Nothing is sent: the log says what would be."""
 
 
 class Daemon:
@@ -88,20 +93,9 @@ class Daemon:
         _make_ours(self._state)
         self._packs = RulePacks(list(options.packs))
         self._packs.load()
-        self._outboxes = Outboxes()
-        notify = options.config.notify
-        self._notifier = Notifier(
-            self._outboxes,
-            build_sinks(notify, environ, stream, self._orders_of),
-            RetryPolicy(
-                retry_s=notify.retry_s,
-                max_retry_s=notify.max_retry_s,
-                give_up_after_s=notify.give_up_after_s,
-                max_pending=notify.max_pending,
-            ),
-            clock=time.time,
-            rates={sink.name: getattr(sink, "rate_per_s", 10.0) for sink in notify.sinks},
-        )
+        self._config = ConfigInForce(options.config, options.config_file, options.read_config, time.time())
+        self._notifying = Notifying(options.config.notify, environ, stream, self._orders_of, is_dry_run=options.is_dry_run)
+        self._environ = environ
         self._systemd = Systemd(options.notify_socket, options.watchdog_us)
         self._wake = threading.Event()
         self._is_stopping = False
@@ -116,9 +110,9 @@ class Daemon:
         """Why it is not; empty: it is, or another daemon's is."""
         self._retry_at: dict[str, float] = {}
         self._meters = DaemonMeters()
-        self.api = ServedApi(self._packs, self._notifier, self._ask_reload, self._meters, hash_of(options.config))
-        self.api.heartbeat = self._heartbeat(environ)
-        self.api.links = MessageLinks(runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url)
+        self.api = ServedApi(self._packs, self._config, self._notifying, self._ask_reload, self._meters)
+        self.api.heartbeat = self._heartbeat(options.config)
+        self.api.links = _links(options.config)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
 
@@ -155,7 +149,7 @@ class Daemon:
         self._discover(time.time())
         if self._is_single and self._problems:
             raise StoreError(next(iter(self._problems.values())))
-        self._notifier.start()
+        self._notifying.start()
         if self.api.heartbeat is not None:
             self.api.heartbeat.start()
         self._http = self._bind()
@@ -164,9 +158,9 @@ class Daemon:
         self._announce()
         self._outside_packages.start()
 
-    def _heartbeat(self, environ: Mapping[str, str]) -> HeartbeatSender | None:
-        config, notify = self._options.config.heartbeat, self._options.config.notify
-        url = config.address(environ)
+    def _heartbeat(self, daemon_config: DaemonConfig) -> HeartbeatSender | None:
+        config, notify = daemon_config.heartbeat, daemon_config.notify
+        url = config.address(self._environ)
         if not url:
             return None
         poster = HttpPoster(timeout_s=config.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file, method=config.method)
@@ -218,6 +212,7 @@ class Daemon:
     def _loop(self) -> None:
         is_first, pause, flowed = True, FAST_POLL_S, time.monotonic()
         next_discovery = next_check = 0.0
+        has_reloaded = False
         while not self._is_stopping:
             begun = time.monotonic()
             if begun >= next_discovery:
@@ -227,13 +222,14 @@ class Daemon:
                 self._is_stopping = self._is_stopping or self._is_orphaned()
             if self._wants_reload or begun >= next_check:
                 next_check = begun + RELOAD_CHECK_S
-                self._check_packs()
-                if self._http is not None:
-                    self.api.http_problems = self._http.refresh()
-                    self.api.certificate_expires = self._http.certificate_expires
+                has_reloaded = self._check_files()
+            self._notifying.turn()
             has_moved = self._turn()
             now = time.monotonic()
             self.api.publish(self._runs.values(), self._problems, self._held, is_caught_up=not has_moved)
+            if has_reloaded:
+                has_reloaded = False
+                self.api.reloaded()
             self._systemd.alive()
             if is_first:
                 # HTTP after the first look at the spool: its libraries take as long to load as a step takes to judge.
@@ -256,7 +252,7 @@ class Daemon:
             try:
                 has_moved = run.turn(time.time()) or has_moved
                 if run.take_alerts():
-                    self._notifier.wake()
+                    self._notifying.notifier.wake()
             except Exception as error:  # whatever is wrong with one run, the others are judged on
                 self._drop(name, _why(run.paths.run_dir, error))
         return has_moved
@@ -275,7 +271,7 @@ class Daemon:
                     if one.exists():
                         _make_ours(one)
                 paths = RunPaths.of(run_dir, self._options.state_dir)
-                run = ServedRun(paths, self._options.config, self._packs, self._meters)
+                run = ServedRun(paths, self._config.config, self._packs, self._meters)
             except Exception as error:
                 if isinstance(error, LockHeld) and not self._options.is_owned:
                     self._stand_by(name, error.holder)
@@ -286,9 +282,9 @@ class Daemon:
                 log.info("run %s: taken over from process %s", name, who)
             self._problems.pop(name, None)
             self._runs[name] = run
-            self._outboxes.join(run.journal.outbox)
+            self._notifying.outboxes.join(run.journal.outbox)
             # Whoever served it may have been gone for long: what is open is said again at once.
-            self._notifier.restore(run.open_alerts(self._options.config.notify.routes()))
+            self._notifying.notifier.restore(run.open_alerts(self._config.config.notify.routes()))
         self._announce()
 
     def _stand_by(self, name: str, who: str) -> None:
@@ -309,8 +305,8 @@ class Daemon:
 
     def _drop(self, name: str, problem: str) -> None:
         run = self._runs.pop(name)
-        self._outboxes.leave(run.journal.outbox)
-        self._notifier.release(run.name)
+        self._notifying.outboxes.leave(run.journal.outbox)
+        self._notifying.notifier.release(run.name)
         run.close()
         self._refuse(name, problem, time.time())
 
@@ -320,11 +316,17 @@ class Daemon:
         self._problems[name] = problem
         self._retry_at[name] = now + RETRY_RUN_S
 
-    def _check_packs(self) -> None:
+    def _check_files(self) -> bool:
+        """Take in files that changed; return whether rules or configuration were read again."""
+        if self._http is not None:
+            self.api.http_problems = self._http.refresh()
+            self.api.certificate_expires = self._http.certificate_expires
         is_asked, self._wants_reload = self._wants_reload, False
         if not is_asked and not self._packs.have_changed():
-            return
+            return False
         self._systemd.reloading()
+        if is_asked:
+            self._config.reload(time.time(), self._exchange)
         outcome = self._packs.reload(time.time())
         for name, run in list(self._runs.items()):
             try:
@@ -332,7 +334,24 @@ class Daemon:
             except SentinelError as error:
                 self._drop(name, str(error))
         self._systemd.ready()
-        self.api.reloaded()
+        return True
+
+    def _exchange(self, former: DaemonConfig, new: DaemonConfig) -> None:
+        """Act on a new configuration; ConfigError, with all as it was, when it cannot be used."""
+        notifier, heartbeat = self._notifying.built(new.notify), self._heartbeat(new)
+        for name, run in list(self._runs.items()):
+            try:
+                run.use(new)
+            except SentinelError as error:
+                self._drop(name, str(error))
+        routes = new.notify.routes()
+        self._notifying.exchange(notifier, [alert for run in self._runs.values() for alert in run.open_alerts(routes)])
+        self.api.links = _links(new)
+        heartbeat, self.api.heartbeat = self.api.heartbeat, heartbeat
+        if heartbeat is not None:
+            heartbeat.close()
+        if self.api.heartbeat is not None:
+            self.api.heartbeat.start()
 
     def _ask_reload(self) -> None:
         self._wants_reload = True
@@ -365,11 +384,11 @@ class Daemon:
                 is_complete = False
                 what = f"run {name} was not judged to its end within {self._options.drain_s:g} s (--drain-s)"
                 log.error("%s; sentinel serve %s judges the rest", what, run.paths.run_dir)
-        self._notifier.wake()
+        self._notifying.notifier.wake()
         waiting: Sequence[int] = ()
         while time.monotonic() < deadline:
-            waiting = [count for count in self._notifier.pending().values() if count]
-            if not waiting or self._notifier.problems():
+            waiting = [count for count in self._notifying.notifier.pending().values() if count]
+            if not waiting or self._notifying.notifier.problems():
                 break
             time.sleep(0.01)
         return is_complete and not (is_owned and self._problems)
@@ -382,7 +401,7 @@ class Daemon:
             self._announced.close()
         if self.api.heartbeat is not None:
             self.api.heartbeat.close()
-        self._notifier.close()
+        self._notifying.close()
         self._outside_packages.close()
         for run in self._runs.values():
             run.close()
@@ -392,6 +411,10 @@ class Daemon:
             self._ask_reload()
         else:
             self.stop()
+
+
+def _links(config: DaemonConfig) -> MessageLinks:
+    return MessageLinks(runbook_url=config.notify.runbook_url, dashboard_url=config.notify.dashboard_url)
 
 
 def _make_ours(directory: Path) -> None:

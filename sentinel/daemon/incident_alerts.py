@@ -27,14 +27,15 @@ class IncidentAlerts:
         context_of: Callable[[Incident], AlertContext] = lambda incident: AlertContext(),
     ) -> None:
         """routes: (sink, what it wants). context_of: what messages say of an incident beside its judgement."""
-        self._routes = routes
+        self.routes = routes
+        """(sink, what it wants), from the next revision on."""
         self._context_of = context_of
         incidents = map(_INCIDENT.decode, journal.found.newest_incidents(MAX_INCIDENTS))
         self._open = {incident.id: incident for incident in incidents if incident.state == "open"}
 
     def take(self, incident: Incident, now: float) -> list[Alert]:
         """Take in a new revision and return what is to be sent of it. now: seconds since the epoch."""
-        alerts = alerts_for(self._open.get(incident.id), incident, self._routes, now, self._context_of)
+        alerts = alerts_for(self._open.get(incident.id), incident, self.routes, now, self._context_of)
         if incident.state == "open":
             self._open[incident.id] = incident
         else:

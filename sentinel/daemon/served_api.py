@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
+from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.meters import DaemonMeters
+from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
@@ -22,7 +24,6 @@ from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import NO_LINKS
 from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
-from sentinel.report.pipeline import Notifier
 from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.version import VERSION
 
@@ -38,24 +39,23 @@ class ServedApi:
     def __init__(
         self,
         packs: RulePacks,
-        notifier: Notifier,
+        config: ConfigInForce,
+        notifying: Notifying,
         ask_reload: Callable[[], None],
         meters: DaemonMeters | None = None,
-        config_hash: str = "",
     ) -> None:
-        """config_hash: of the daemon's configuration, hexadecimal."""
         self.is_stopping = False
         self.heartbeat: HeartbeatSender | None = None
         """None: none is configured."""
         self._meters = meters or DaemonMeters()
-        self._config_hash = config_hash
         self.http_problems: list[str] = []
         """Why files of tokens or certificates are not in force as they are now."""
         self.certificate_expires: float | None = None
         self.links = NO_LINKS
         """Runbook and dashboard, as messages have them."""
         self._packs = packs
-        self._notifier = notifier
+        self._config = config
+        self._notifying = notifying
         self._ask_reload = ask_reload
         self._runs: dict[str, ServedRun] = {}
         self._problems: dict[str, str] = {}
@@ -78,7 +78,7 @@ class ServedApi:
         """
         self._alive_at = time.monotonic()
         served = {run.name: run for run in runs}
-        if served.keys() != self._runs.keys():
+        if served != self._runs:
             self._runs = served
         self._problems, self._held = dict(problems), dict(held)
         self._is_ready = not self._is_standby and (self._is_ready or is_caught_up)
@@ -94,8 +94,10 @@ class ServedApi:
         problems = [f"run {name} is not served: {problem}" for name, problem in sorted(self._problems.items())]
         if self._packs.problem:
             problems.append(f"rules: the former ones are in use: {self._packs.problem}")
+        if self._config.problem:
+            problems.append(f"config: the former one is in force: {self._config.problem}")
         problems += self.http_problems
-        problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifier.problems().items())]
+        problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifying.notifier.problems().items())]
         if self.heartbeat is not None and self.heartbeat.problem:
             problems.append(f"heartbeat: {self.heartbeat.problem}")
         problems += [
@@ -116,6 +118,8 @@ class ServedApi:
             "standby_of": sorted(set(self._held.values())),
             "version": VERSION,
             "pack_hash": self._packs.pack_hash,
+            "config_hash": self._config.config_hash,
+            "is_dry_run": self._notifying.is_dry_run,
             "num_runs": len(self._runs),
         }
 
@@ -211,16 +215,17 @@ class ServedApi:
         return {"id": act.id, "incident": act.incident, "act": act.act, "who": act.who}
 
     def reload(self) -> dict[str, Any]:
-        """Have the loop read the rule packs again, and wait for the outcome."""
+        """Have the loop read the configuration and the rule packs again, and wait for the outcome."""
         self._reload_done.clear()
         self._ask_reload()
         if not self._reload_done.wait(RELOAD_WAIT_S):
             return {"outcome": "failed", "problem": f"the loop did not come round within {RELOAD_WAIT_S:g} s"}
-        problem = self._packs.problem
+        problem = "; ".join(filter(None, (self._config.problem, self._packs.problem)))
         return {
             "outcome": "failed" if problem else "ok",
             "problem": problem or None,
             "pack_hash": self._packs.pack_hash,
+            "config_hash": self._config.config_hash,
         }
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
@@ -238,7 +243,7 @@ class ServedApi:
         return [self._runs[run]]
 
     def _snapshot(self) -> MetricsSnapshot:
-        workers, packs, beat = self._notifier.workers, self._packs, self.heartbeat
+        workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.heartbeat
         stages = self._meters.stages.read()
         stages["notify"] = (
             sum(worker.sending_s for worker in workers.values()), sum(worker.num_requests for worker in workers.values())
@@ -249,14 +254,18 @@ class ServedApi:
             is_standby=self._is_standby,
             num_problems=len(self.health()["problems"]),
             sinks=tuple(workers),
-            notifications=self._notifier.counts(),
-            notifications_pending=self._notifier.pending(),
+            notifications=self._notifying.notifier.counts(),
+            notifications_pending=self._notifying.notifier.pending(),
             keep_alives={name: worker.num_keep_alives for name, worker in workers.items()},
             delivery_latency={name: worker.latency.read() for name, worker in workers.items()},
-            reloads={("rules", outcome): packs.counts[outcome] for outcome in RELOAD_OUTCOMES},
-            reload_times={"rules": packs.loaded_at or self._started, "config": self._started},
-            reload_failures=frozenset(["rules"] if packs.problem else []),
-            config_hashes={"rules": packs.pack_hash, **({"config": self._config_hash} if self._config_hash else {})},
+            reloads={
+                (what, outcome): counts[outcome]
+                for what, counts in (("rules", packs.counts), ("config", config.counts))
+                for outcome in RELOAD_OUTCOMES
+            },
+            reload_times={"rules": packs.loaded_at or self._started, "config": config.loaded_at},
+            reload_failures=frozenset(what for what, one in (("rules", packs), ("config", config)) if one.problem),
+            config_hashes={"rules": packs.pack_hash, "config": config.config_hash},
             stages=stages,
             judge_lag=self._meters.judge_lag.read(),
             disks=self._meters.disks,

@@ -24,7 +24,7 @@ from sentinel.control.acts import ActInbox
 from sentinel.daemon.alert_contexts import AlertContexts
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
-from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.config import DaemonConfig, hash_of
 from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
@@ -157,6 +157,15 @@ class ServedRun:
         with _trouble_in_words(self.paths.journal):
             self._use_newest_pack()
             self.journal.audit.add(now, "daemon", "reload", details)
+
+    def use(self, config: DaemonConfig) -> None:
+        """Judge, alert and command by another configuration from now on; SentinelError as of `turn`."""
+        self._stages.use(config.judging)
+        self._snapshots.interval_s = config.judging.snapshot_interval_s
+        self._alerts.routes = config.notify.routes()
+        self.commanding.use(config.control)
+        with _trouble_in_words(self.paths.journal):
+            self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})
 
     def take_alerts(self) -> bool:
         """Return whether alerts were committed since this was last asked."""

@@ -58,7 +58,8 @@ class Snapshots:
         """name: of the run. interval_s: least seconds between two."""
         self.seq = 0
         """The decision behind which the newest was taken; 0: there is none."""
-        self._name, self._journal, self._interval_s = name, journal, interval_s
+        self.interval_s = interval_s
+        self._name, self._journal = name, journal
         self._due = 0.0
 
     def is_due(self, mono: float) -> bool:
@@ -69,7 +70,7 @@ class Snapshots:
         """Take note that the journal has a new one. begun: monotonic seconds when it was begun."""
         took = time.monotonic() - begun
         self.seq = seq
-        self._due = begun + max(self._interval_s, took / SNAPSHOT_SHARE)
+        self._due = begun + max(self.interval_s, took / SNAPSHOT_SHARE)
 
     def restore(self, make: Callable[[Snapshot], _Made]) -> tuple[_Made, Snapshot] | None:
         """Return what `make` makes of the newest that it can make anything of; None: there is none. Others are dropped."""

@@ -39,6 +39,11 @@ class RunStages:
         self.judge = Judge(packs.named(pack_hash), max_anomalies=config.max_anomalies_per_step)
         self._packs = packs
 
+    def use(self, config: JudgingConfig) -> None:
+        """Wait and write down as another configuration says, from the next step on."""
+        self.assembler.use(config.late_after_steps, config.late_after_s)
+        self.judge.max_anomalies = config.max_anomalies_per_step
+
     def restore(self, judge: bytes, ingest: bytes) -> None:
         """Go on from what the judge's and the assembler's `snapshot` returned."""
         self.judge.restore(judge)

@@ -44,6 +44,10 @@ class Closing:
         self._late_after_s = late_after_s
         self._max_open_steps = max_open_steps
 
+    def use(self, late_after_steps: int, late_after_s: float) -> None:
+        """Wait up to other limits from now on."""
+        self._late_after_steps, self._late_after_s = late_after_steps, late_after_s
+
     def due(self, now: float, behind: Collection[bytes], settled_step: int | None) -> DueStep | None:
         """Return the step that closes next; None: all wait. behind, settled_step: as of `StepAssembler.close`."""
         attempts = [attempt for _, attempt in sorted(self._attempts.by_number.items()) if attempt.open]

@@ -71,6 +71,10 @@ class StepAssembler:
         )  # fmt: skip
         self._maker = StepMaker(self.attempts, self._received, self._blindness)
 
+    def use(self, late_after_steps: int, late_after_s: float) -> None:
+        """Wait for late ranks up to other limits from now on; steps that were decided stay as they are."""
+        self._closing.use(late_after_steps, late_after_s)
+
     @property
     def num_open_steps(self) -> int:
         """Number of open steps, which wait for parts of ranks."""

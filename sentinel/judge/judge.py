@@ -50,7 +50,7 @@ class Judge:
     """
 
     def __init__(self, pack: Pack, *, max_anomalies: int = MAX_ANOMALIES_PER_STEP) -> None:
-        self._max_anomalies = max_anomalies
+        self.max_anomalies = max_anomalies
         self._engine = Engine(pack)
         self._tracker = IncidentTracker(_incident_config(pack))
         self._facts = FactReader()
@@ -90,7 +90,7 @@ class Judge:
     def judge(self, decision: Decision | None, view: StepView) -> Judgement:
         """Return the judgement on one closed step. Anomaly.time is the record's."""
         found = sorted(self._engine.judge(view), key=sort_key)
-        kept = truncate(found, self._max_anomalies)
+        kept = truncate(found, self.max_anomalies)
         # An end that is not written still ends its episode: its incident would stay open for ever.
         written = {one.id for one in kept}
         unwritten_ends = [one for one in found if one.event == "end" and one.id not in written]

@@ -88,7 +88,7 @@ class DaemonApi(Protocol):
         ...
 
     def reload(self) -> dict[str, Any]:
-        """Read the rule packs again: {"outcome": "ok" | "failed", "problem": ..., "pack_hash": ...}."""
+        """Read configuration and rule packs again: {"outcome": "ok" | "failed", "problem": ..., "pack_hash": ...}."""
         ...
 
     def metrics(self, accept: str) -> tuple[bytes, str]:

@@ -121,7 +121,7 @@ def control(request: Request) -> Response:
 
 
 def reload(request: Request) -> Response:
-    """Have the rules read again; 422 where they cannot be."""
+    """Have rules and configuration read again; 422 where one cannot be."""
     result = api_of(request).reload()
     return plain(result, 200 if result.get("outcome") == "ok" else 422)
 
