@@ -325,6 +325,7 @@ def test_megatron_stats_hold_each_tensor_once_with_its_raw_sums(tmp_path: Path, 
     assert squares > 0
 
 
+@pytest.mark.slow
 def test_megatron_stats_name_what_modules_take_and_give(tmp_path: Path) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -124,6 +124,7 @@ def test_what_breaks_one_run_leaves_the_others_judged(tmp_path: Path, monkeypatc
     assert "ValueError: never seen before" in problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drain_s", "code"), [(0.0, 1), (60.0, 0)])
 def test_a_run_that_is_not_judged_to_its_end_is_said_and_judged_by_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, drain_s: float, code: int

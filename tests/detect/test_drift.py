@@ -27,6 +27,7 @@ def decaying(rng, points=3000, noise=0.02, series=4):
     return (2.0 + 8.0 * (1.0 + at / 20.0) ** -0.7) * np.exp(noise * rng.standard_normal((points, series)))
 
 
+@pytest.mark.slow
 def test_a_slow_divergence_is_called_before_it_is_15_percent_above_its_best(rng):
     noise, rate = np.repeat([0.001, 0.02, 0.05], 3), np.tile([3e-4, 1e-3, 3e-3], 3)
     smooth = decaying(rng, points=2200, noise=0.0, series=9)
@@ -68,6 +69,7 @@ def test_a_new_level_settles_and_one_that_climbs_on_does_not(rng):
     assert still[-1].all() and not never.any()
 
 
+@pytest.mark.slow
 def test_both_sides(rng):
     norm = np.exp(0.05 * rng.standard_normal((2500, 2)))
     norm[1500:, 0] *= np.exp(-1e-3 * np.arange(1000))
@@ -81,6 +83,7 @@ def test_both_sides(rng):
     assert up.any(axis=0).tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_what_began_anew_is_measured_anew(rng):
     loss = decaying(rng)
     resumed = np.concatenate([loss[:1500], loss[150:600]])
@@ -125,6 +128,7 @@ def reported(flagged):
     return len(rows[:1]) + int((np.diff(rows) > 256).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [8_000, pytest.param(56_000, marks=pytest.mark.long)])
 def test_what_a_long_run_has_always_done_is_no_drift(n, rng, monkeypatch):
     """Ordinary wander, epochs, waves: told once at most."""

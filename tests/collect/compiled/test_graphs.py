@@ -93,7 +93,11 @@ class Shaped(nn.Module):
 
 @pytest.mark.parametrize(
     ("style", "config"),
-    [*((style, FULL) for style in STYLES), ("whole", BLACK_BOX), ("function", BLACK_BOX)],
+    [
+        *((style, FULL) for style in STYLES),
+        ("whole", BLACK_BOX),
+        pytest.param("function", BLACK_BOX, marks=pytest.mark.long),
+    ],
     ids=lambda value: value if isinstance(value, str) else "every site" if value is FULL else "black box",
 )
 def test_rows_are_those_of_the_uncompiled_model(tmp_path: Path, style: str, config: dict[str, Any]) -> None:
@@ -112,7 +116,7 @@ def test_rows_are_those_of_the_uncompiled_model(tmp_path: Path, style: str, conf
     assert watched.graphs == bare.graphs == [1] * 4
 
 
-@pytest.mark.parametrize("style", ["whole", "blocks", "function"])
+@pytest.mark.parametrize("style", ["whole", "blocks", pytest.param("function", marks=pytest.mark.long)])
 def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path: Path, style: str) -> None:
     compile_it = STYLES[style]("aot_eager")
 
@@ -127,7 +131,7 @@ def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path
     [
         ("checkpointed", whole("aot_eager")),
         ("checkpointed", each_block("aot_eager")),
-        ("checkpointed reentrant", each_block("aot_eager")),
+        pytest.param("checkpointed reentrant", each_block("aot_eager"), marks=pytest.mark.long),
         ("tied", whole("aot_eager")),
         ("in place", whole("aot_eager")),
         ("nested", whole("aot_eager")),
@@ -275,7 +279,7 @@ def switch(monitor: Any, step: int, model: nn.Module) -> None:
         monitor.enable(["dgrad_in"])
 
 
-@pytest.mark.parametrize("style", ["whole", "blocks", "function"])
+@pytest.mark.parametrize("style", ["whole", "blocks", pytest.param("function", marks=pytest.mark.long)])
 def test_full_monitoring_is_one_second_graph_and_nothing_else_is_compiled(tmp_path: Path, style: str) -> None:
     compile_it = STYLES[style]("aot_eager")
 
@@ -286,7 +290,15 @@ def test_full_monitoring_is_one_second_graph_and_nothing_else_is_compiled(tmp_pa
     assert watched.graphs == [1] + [2] * 9
 
 
-@pytest.mark.parametrize("schedule", [{"step_interval": 3}, {"stagger": 3}, {"start_step": 2}, {"collect_times": 2}])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"step_interval": 3},
+        pytest.param({"stagger": 3}, marks=pytest.mark.long),
+        pytest.param({"start_step": 2}, marks=pytest.mark.long),
+        {"collect_times": 2},
+    ],
+)
 def test_no_cadence_compiles_anything(tmp_path: Path, schedule: dict[str, int]) -> None:
     config = {**FULL, **schedule}
 

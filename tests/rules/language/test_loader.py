@@ -77,6 +77,7 @@ rules:
     assert rules["my-norm"].source == f"{mine}:7"
 
 
+@pytest.mark.slow
 def test_packs_that_come_with_sentinel_combine_in_any_order():
     packs = sorted(builtin_packs())
 
