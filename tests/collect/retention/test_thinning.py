@@ -77,7 +77,7 @@ def test_rows_judged_and_rows_told_lost_are_the_rows_sent_and_every_step_is_ther
     assert followed.problems == [] and followed.follower.num_corrupt == followed.follower.num_torn == 0
 
 
-@pytest.mark.parametrize("max_kib", [128, 256, pytest.param(512, marks=pytest.mark.long)])
+@pytest.mark.parametrize("max_kib", [128, *(pytest.param(size, marks=pytest.mark.long) for size in (256, 512))])
 def test_a_nan_survives_any_cap(tmp_path: Path, max_kib: int) -> None:
     run = small(tmp_path, max_kib=max_kib).plant(Nan(step=30, module=BAD))
     whole = SyntheticRun(tmp_path / "whole", layers=2, d_model=16, elements=4).plant(Nan(step=30, module=BAD))
@@ -128,7 +128,7 @@ def test_with_room_nothing_is_thinned_and_what_is_committed_goes_first(tmp_path:
     assert list_files(run.folder(0))[0] > 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 4, 5))])
 def test_a_daemon_that_reads_while_files_are_thinned_counts_each_row_once(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     run = small(tmp_path, max_kib=rng.choice([128, 256, 512])).plant(Nan(step=100, module=BAD))
