@@ -104,6 +104,7 @@ def compare(recordings: Path, before: str) -> int:
         try:
             # By its own sources: names and arguments of C functions may differ.
             subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True)
+            print(f"before: {_implementation(tree)}; now: {_implementation(ROOT)}")
             answers = [_answers(recordings, one, Path(scratch) / name) for one, name in ((tree, "old"), (ROOT, "new"))]
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(tree)], check=True)
@@ -113,6 +114,13 @@ def compare(recordings: Path, before: str) -> int:
         print(f"differs: {name}: {old.get(name, 'is missing')} before, {new.get(name, 'is missing')} now")
     print(f"{len(old)} files before ({before}), {len(new)} now, {len(differing)} differ")
     return 1 if differing else 0
+
+
+def _implementation(tree: Path) -> str:
+    """Return what the version in `tree` computes with: `numpy` where its kernels are absent or another version's."""
+    command = [sys.executable, "-c", "import sentinel.native; print(sentinel.native.implementation)"]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _answers(recordings: Path, tree: Path, out: Path) -> dict[str, str]:
