@@ -69,7 +69,7 @@ def course_of(journal: Journal) -> Course:
     # What the ranks wrote before their end may be decided behind it.
     goes_on = newest is None or any(one.attempt >= newest.attempt and one.time > newest.time for one in steps)
     return Course(
-        num_steps=journal.num_decisions(STEP), num_ranks=watched.ranks, num_tensors=watched.tensors,
+        num_steps=journal.num_steps, num_ranks=watched.ranks, num_tensors=watched.tensors,
         ended=None if newest is None or goes_on else newest.ended,
     )  # fmt: skip
 

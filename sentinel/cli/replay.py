@@ -57,6 +57,8 @@ def replay(
             f"{result.num_steps} steps, {result.num_anomalies} anomalies, {result.num_revisions} revisions of incidents"
             + (f" in {output}" if output else "")
         )
+    if result.num_before:
+        to_stderr(f"from decision {result.num_before + 1} on: the journal keeps none before it (retention)")
     if recompute or packs:
         return FOUND if result.num_anomalies else CLEAN
     if result.num_incomplete:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from sentinel.anomaly import Anomaly
 from sentinel.control.proposal import Proposal
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.run_files import RunFiles
-from sentinel.daemon.snapshots import Acknowledgement, Snapshot, Snapshots
+from sentinel.daemon.snapshots import Acknowledgement, Snapshots, snapshot_of
 from sentinel.daemon.stages import RunStages
 from sentinel.decision import Decision, Tick, encode_decision
 from sentinel.judge.judge import Judgement
@@ -71,6 +69,7 @@ class StepCommits:
         self._num_decisions += 1
         self._commit.anomalies += [(self.seq, _found(one)) for one in judgement.anomalies]
         self.num_onsets += sum(one.event == "onset" for one in judgement.anomalies)
+        self._commit.num_onsets = self.num_onsets
         now = time.time()
         for incident in judgement.incidents:
             line = json_line(incident)
@@ -94,7 +93,7 @@ class StepCommits:
     def _write(self, commit: Commit, stages: RunStages, *, with_snapshot: bool) -> None:
         begun = time.monotonic()
         if with_snapshot:
-            commit.snapshot = msgspec.msgpack.encode(Snapshot.of(stages, self._files.positions))
+            commit.snapshot = snapshot_of(stages, self._files.positions).body
         self._journal.commit(commit)
         self._commit = None
         if with_snapshot:

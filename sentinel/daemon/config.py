@@ -13,6 +13,7 @@ from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig
 from sentinel.report.heartbeat import HeartbeatConfig
 from sentinel.report.sinks.sink_table import NotifyConfig, outside_sinks
+from sentinel.store.retention import RetentionConfig
 from sentinel.typed_document import locate, named_document, read_struct
 
 
@@ -23,6 +24,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     notify: NotifyConfig = NotifyConfig()
     control: ControlConfig = ControlConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+    retention: RetentionConfig = RetentionConfig()
 
 
 def load_config(path: Path | None) -> DaemonConfig:

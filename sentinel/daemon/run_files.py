@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence, Set
+from pathlib import Path
 
 from sentinel.errors import StoreError
+from sentinel.judge.snapshot import snapshot_at_cut
 from sentinel.report.files import AppendLog, LogPosition
 from sentinel.store.journal import Commit, Journal
+from sentinel.store.retention import RetentionConfig
 from sentinel.store.run_paths import RunPaths
+from sentinel.store.trouble import disk_trouble
 
 log = logging.getLogger("sentinel.serving")
 
 FilePositions = tuple[LogPosition, LogPosition]
 """Of the anomaly files, and of `incidents.jsonl`."""
+
+_WRITTEN = "incidents_written"
+"""The journal's word for how often `incidents.jsonl` was replaced, and 1."""
+_ID = re.compile(rb'"id":"([^"]*)"')
 
 
 class RunFiles:
@@ -46,8 +55,8 @@ class RunFiles:
     def complete(self, since: FilePositions | None) -> None:
         """Append what the journal has and the files do not. since: where they were whole; None: look from the beginning."""
         anomalies, incidents = since or (None, None)
-        self._complete(self._anomalies, "anomalies", anomalies)
-        self._complete(self._incidents, "incidents", incidents)
+        self._complete_anomalies(anomalies)
+        self._complete_incidents(incidents)
 
     def append(self, commit: Commit) -> None:
         """Append what a commit brought, once the journal has it."""
@@ -56,11 +65,36 @@ class RunFiles:
 
     def mend(self) -> None:
         """Try again what the disk did not take."""
-        for lines, table in ((self._anomalies, "anomalies"), (self._incidents, "incidents")):
-            if lines.needs_recovery:
-                self._complete(lines, table, lines.position)
-            elif lines.num_pending:
+        if self._anomalies.needs_recovery:
+            self._complete_anomalies(self._anomalies.position)
+        if self._incidents.needs_recovery:
+            self._complete_incidents(self._incidents.position)
+        for lines in (self._anomalies, self._incidents):
+            if lines.num_pending:
                 lines.retry()
+
+    def prune(self, config: RetentionConfig, now: float, evidence: Set[str], before: int) -> None:
+        """Delete the oldest files of anomalies, down to the first that has evidence. before: files from this number on stay.
+
+        evidence: ids of anomalies that stay. now: seconds since the epoch.
+        """
+        for path in self._anomalies.prunable(config.anomalies_bytes, now - config.age_s, before):
+            if not evidence.isdisjoint(_ids_in(path)):
+                return
+            path.unlink()
+            log.info("run %s: %s is deleted (retention)", self._name, path)
+
+    def forget(self, incidents: Sequence[str]) -> None:
+        """Delete incidents that are over from the journal, and their lines from `incidents.jsonl`."""
+        if self._incidents.num_pending:
+            return
+        self._journal.values.put(_WRITTEN, str(self._num_written + 1))
+        self._journal.found.forget_incidents(incidents)
+        try:
+            self._rewrite()
+        except StoreError as error:
+            # Lines go on into the former file, which a restart replaces.
+            log.warning("run %s: %s", self._name, error)
 
     def sync(self) -> None:
         """Have all that was appended on the disk."""
@@ -72,14 +106,51 @@ class RunFiles:
         self._anomalies.close()
         self._incidents.close()
 
-    def _complete(self, lines: AppendLog, table: str, since: LogPosition | None) -> None:
-        def tail(after: int) -> Iterable[bytes]:
-            return (body for _, body in self._journal.found.bodies(table, after))
+    @property
+    def _num_written(self) -> int:
+        """How often `incidents.jsonl` was replaced, and 1."""
+        return int(self._journal.values.get(_WRITTEN) or 1)
 
+    def _complete_anomalies(self, since: LogPosition | None) -> None:
+        begin = None if since is not None else snapshot_at_cut(self._journal)
         try:
-            found = lines.recover(tail(since.num_lines if since else 0), since)
+            self._complete(self._anomalies, "anomalies", begin.anomalies if begin else since)
         except StoreError:
-            found = lines.recover(tail(0))
+            # Somebody cut or removed a file. What the journal has is written again; from where it begins, it knows.
+            begin = begin or snapshot_at_cut(self._journal)
+            if begin is None:
+                self._complete(self._anomalies, "anomalies", None)
+                return
+            self._anomalies.begin_file(begin.anomalies)
+            tail = self._journal.found.bodies("anomalies", begin.anomalies.num_lines)
+            self._anomalies.append(body for _, body in tail)
+
+    def _complete_incidents(self, since: LogPosition | None) -> None:
+        if self._num_written > 1 and (since is None or since.index != self._num_written):
+            self._rewrite()
+            return
+        try:
+            self._complete(self._incidents, "incidents", since)
+        except StoreError:
+            if self._num_written > 1:
+                self._rewrite()
+            else:
+                self._complete(self._incidents, "incidents", None)
+
+    def _rewrite(self) -> None:
+        try:
+            self._incidents.rewrite(self._journal.found.bodies("incidents"), self._num_written)
+        except OSError as error:
+            raise disk_trouble(self._incidents.path, error) from error
+
+    def _complete(self, lines: AppendLog, table: str, since: LogPosition | None) -> None:
+        num_lines = since.num_lines if since else 0
+        found = lines.recover((body for _, body in self._journal.found.bodies(table, num_lines)), since)
         if found.num_written or found.set_aside:
             aside = f"; bytes that are not ours are now in {found.set_aside}" if found.set_aside else ""
             log.info("run %s: %d lines of %s were completed%s", self._name, found.num_written, table, aside)
+
+
+def _ids_in(path: Path) -> set[str]:
+    with path.open("rb") as file:
+        return {match.group(1).decode() for line in file if (match := _ID.search(line)) is not None}

@@ -199,7 +199,7 @@ def _read(
     journal = Journal(paths.journal, read_only=True)
     try:
         newest: dict[int, int] = {}
-        for seq, kind, body in journal.decisions(until=before - 1):
+        for seq, kind, body in journal.decisions(journal.cut.seq, until=before - 1):
             if kind == STEP:
                 step = msgspec.msgpack.decode(body, type=_DecidedStep).step
                 if query.first_step <= step <= query.last_step and step not in seen:

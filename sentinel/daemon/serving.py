@@ -30,10 +30,11 @@ from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.live_ranks import LiveRanks
 from sentinel.daemon.meters import DaemonMeters
+from sentinel.daemon.retention import RunRetention
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_status import RunStatus
-from sentinel.daemon.snapshots import Acknowledgement, Snapshot, Snapshots
+from sentinel.daemon.snapshots import Acknowledgement, Snapshots
 from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.stages import RunStages
 from sentinel.decision import Tick, decode_decision
@@ -42,6 +43,7 @@ from sentinel.exports.series import RecentSteps
 from sentinel.incident import Incident
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.judge.packs import RulePacks
+from sentinel.judge.snapshot import Snapshot
 from sentinel.messages import Ack
 from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.alert_context import AlertContext
@@ -90,6 +92,7 @@ class ServedRun:
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
+                self._retention = RunRetention(self.name, self.journal, self._files, config.retention)
                 self._commits = StepCommits(
                     self.journal, self._files, self._alerts, self._snapshots, acknowledgement, self.commanding.takes
                 )
@@ -116,6 +119,7 @@ class ServedRun:
             self._spool_watch.look(self._gauges.metrics)
             self._take_acts(now)
             self._files.mend()
+            self._retention.turn(self._snapshots.seq, self._stages.judge.open_incidents, now)
             if now - self.last_received > FORGET_S:
                 self.recent.clear()
             self._command(now, is_due=has_moved)
@@ -195,6 +199,11 @@ class ServedRun:
             return made
 
         found = self._snapshots.restore(restored)
+        if found is None and self.journal.cut.seq:
+            raise StoreError(
+                f"{self.paths.journal}: none of its snapshots can be used, and it begins with decision "
+                f"{self.journal.cut.seq + 1}; sentinel repair {self.paths.run_dir} judges anew what the spool holds"
+            )
         self._files.complete(found[1].positions if found else None)
         return found[0] if found else stages(self._packs.newest_hash)
 

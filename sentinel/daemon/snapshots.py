@@ -12,9 +12,9 @@ import msgspec
 
 from sentinel.daemon.run_files import FilePositions
 from sentinel.daemon.stages import RunStages
-from sentinel.errors import SentinelError, StoreError
+from sentinel.errors import SentinelError
 from sentinel.ingest.incarnation import SpoolPosition
-from sentinel.report.files import LogPosition
+from sentinel.judge.snapshot import Snapshot
 from sentinel.store.journal import Journal
 from sentinel.wire.spool import write_ack
 
@@ -23,32 +23,15 @@ log = logging.getLogger("sentinel.serving")
 SNAPSHOT_SHARE = 0.05
 """Most of the time that snapshots may take."""
 
-_VERSION = 1
 _Made = TypeVar("_Made")
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
-    """What a restart goes on from: the state after one decision."""
-
-    version: int = _VERSION
-    pack_hash: str
-    judge: bytes
-    ingest: bytes
-    anomalies: LogPosition
-    incidents: LogPosition
-
-    @classmethod
-    def of(cls, stages: RunStages, positions: FilePositions) -> Snapshot:
-        """Return the state of a run's stages. positions: where its files are whole."""
-        return cls(
-            pack_hash=stages.pack_hash, judge=stages.judge.snapshot(), ingest=stages.assembler.snapshot(),
-            anomalies=positions[0], incidents=positions[1],
-        )  # fmt: skip
-
-    @property
-    def positions(self) -> FilePositions:
-        """Where the files of the run were whole."""
-        return self.anomalies, self.incidents
+def snapshot_of(stages: RunStages, positions: FilePositions) -> Snapshot:
+    """Return the state of a run's stages. positions: where its files are whole."""
+    return Snapshot(
+        pack_hash=stages.pack_hash, judge=stages.judge.snapshot(), ingest=stages.assembler.snapshot(),
+        anomalies=positions[0], incidents=positions[1],
+    )  # fmt: skip
 
 
 class Snapshots:
@@ -76,9 +59,7 @@ class Snapshots:
         """Return what `make` makes of the newest that it can make anything of; None: there is none. Others are dropped."""
         for seq, body in self._journal.snapshots():
             try:
-                snapshot = msgspec.msgpack.decode(body, type=Snapshot)
-                if snapshot.version != _VERSION:
-                    raise StoreError(f"version {snapshot.version}, expected {_VERSION}")
+                snapshot = Snapshot.read(body)
                 made = make(snapshot)
             except (SentinelError, msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
                 # An older one, or the whole spool, gives the same state; it only takes longer.

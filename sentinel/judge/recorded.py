@@ -9,7 +9,8 @@ from types import TracebackType
 
 from sentinel.decision import Decision, Tick, decode_decision
 from sentinel.ingest.follow import RunFollower
-from sentinel.ingest.steps import StepAssembler
+from sentinel.ingest.steps import StepAssembler, snapshot_positions
+from sentinel.judge.snapshot import snapshot_at_cut
 from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
@@ -113,6 +114,8 @@ def recorded(
 ) -> Iterator[StepView | Tick]:
     """Yield the steps of a run, and between them the moments at which ranks were found stale, in the order of decision.
 
+    Where the journal was cut, they begin behind the cut. StoreError: the state there cannot be read.
+
     recompute: decide all anew; nobody is late or stale then. pause_s: sleeps so long after each look at the spool, so that
     a daemon's own thread comes first. follower: a fresh one, for those who ask it later what it found. A run without a
     journal is decided anew too.
@@ -121,7 +124,11 @@ def recorded(
     # Nobody is late in a recording that is read as fast as the disk allows: only what never came is missing.
     assembler = StepAssembler(paths.name, late_after_steps=0, late_after_s=0.0)
     if journal is not None and not recompute:
-        assembler.replay_decisions(decode_decision(kind, body) for _, kind, body in journal.decisions())
+        begin = snapshot_at_cut(journal)
+        if begin is not None:
+            follower.restore(snapshot_positions(begin.ingest))
+            assembler.restore(begin.ingest, follower.incarnations)
+        assembler.replay_decisions(decode_decision(kind, body) for _, kind, body in journal.decisions(journal.cut.seq))
     elif journal is not None:
         for _, kind, body in journal.decisions(after=journal.last_seq - 1):
             assembler.pack_hash = decode_decision(kind, body).pack_hash

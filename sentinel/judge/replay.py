@@ -14,6 +14,7 @@ from sentinel.judge.config import JudgingConfig
 from sentinel.judge.judge import Judge, Judgement
 from sentinel.judge.packs import decode_pack
 from sentinel.judge.recorded import recorded
+from sentinel.judge.snapshot import snapshot_at_cut
 from sentinel.report.files import AppendLog, anomaly_line, json_line
 from sentinel.rules.language.schema import Pack
 from sentinel.step_view import StepView
@@ -30,6 +31,8 @@ class Replayed(msgspec.Struct, kw_only=True):
     """Revisions of incidents."""
     num_incomplete: int = 0
     """Steps whose frames are no longer all in the spool: their judgements may differ."""
+    num_before: int = 0
+    """Decisions before the first that was judged again: the journal no longer has them."""
     first_difference: str | None = None
     """The first line that is not what the daemon wrote; None: identical, as far as the journal goes."""
 
@@ -51,7 +54,7 @@ def replay(
     if (out / "anomalies").exists() or (out / "incidents.jsonl").exists():
         raise StoreError(f"{out}: expected a new directory, got one with anomalies in it; give another with -o")
     journal = Journal(paths.journal, read_only=True) if paths.journal.exists() or not recompute else None
-    result = Replayed()
+    result = Replayed(num_before=0 if journal is None or recompute else journal.cut.seq)
     anomalies, incidents = AppendLog(out / "anomalies"), AppendLog(out / "incidents.jsonl")
     try:
         for one, judgement in judged_again(paths, journal, pack=pack, recompute=recompute, judging=judging):
@@ -91,8 +94,7 @@ def judged_again(
     failures: holds, after each step, which rules are off because the code of others failed.
     """
     most = (judging or JudgingConfig()).max_anomalies_per_step
-    judge: Judge | None = None
-    judged_by = ""
+    judge, judged_by = (None, "") if journal is None or recompute else _judge_at_cut(journal, most)
     until = journal.last_seq if journal is not None else 0
     for one in recorded(paths, journal, recompute=recompute, follower=follower):
         decision = one if isinstance(one, Tick) else one.decision
@@ -111,6 +113,16 @@ def judged_again(
         if failures is not None:
             failures[:] = judge.failures
         yield one, judgement
+
+
+def _judge_at_cut(journal: Journal, most: int) -> tuple[Judge | None, str]:
+    """Return the judge in the state where a journal was cut, and the hash of its rules; None: it was not."""
+    begin = snapshot_at_cut(journal)
+    if begin is None:
+        return None, ""
+    judge = Judge(_pack(journal, begin.pack_hash), max_anomalies=most)
+    judge.restore(begin.judge)
+    return judge, begin.pack_hash
 
 
 def check_written(logs: Iterable[AppendLog]) -> None:
@@ -138,7 +150,7 @@ def _difference(journal: Journal, table: str, lines: AppendLog) -> str | None:
     """Return in words where the replay's file first differs from what the daemon wrote."""
     number = 0
     replayed = _lines(lines)
-    for number, body in journal.found.bodies(table):
+    for number, (_, body) in enumerate(journal.found.bodies(table, behind=journal.cut.seq), 1):
         other = next(replayed, None)
         if other != body:
             return f"{table}, line {number}: expected {body[:200]!r}, got {other[:200] if other else other!r}"

@@ -58,7 +58,7 @@ class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
     num_lines: int = 0
     """Lines of the log so far, all files together: the number the journal gave to the last of them."""
     index: int = 1
-    """Number of the file, from 1; always 1 for a log that is one file."""
+    """Number of the file, from 1; of a log that is one file, how often it was written (`AppendLog.rewrite`)."""
     offset: int = 0
     """Bytes of that file so far."""
 
@@ -216,6 +216,54 @@ class AppendLog:
             is_torn=is_torn,
             set_aside=set_aside,
         )
+
+    def rewrite(self, lines: Iterable[tuple[int, bytes]], index: int) -> None:
+        """Replace a log that is one file by these (number, line): readers see the former or the new one, whole.
+
+        index: counts the replacements: a position with another one is of a former file. OSError where the disk refuses;
+        the former file stays then.
+        """
+        assert self.is_single
+        self._forget_pending()
+        self._close_file()
+        self.needs_recovery = False
+        make_directory(self.path.parent)
+        draft = self.path.with_name(f".{self.path.name}.new")
+        offset = num_lines = 0
+        try:
+            with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                for num_lines, line in lines:  # noqa: B007 -- the last one counts
+                    offset += file.write(line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        self._position = LogPosition(num_lines=num_lines, index=index, offset=offset)
+
+    def begin_file(self, since: LogPosition) -> None:
+        """Go on behind the lines of `since` in a file behind all others that are there."""
+        self._forget_pending()
+        self._close_file()
+        numbers = [int(one.stem) for one in self.path.glob("*.jsonl") if one.stem.isdecimal()]
+        self._position = LogPosition(num_lines=since.num_lines, index=max(numbers, default=0) + 1)
+
+    def prunable(self, most_bytes: int, oldest: float, before: int) -> list[Path]:
+        """Return the files to go, oldest first: of those past `most_bytes`, and those last written before `oldest`.
+
+        before: files of this number and above stay. oldest: seconds since the epoch.
+        """
+        files = sorted(one for one in self.path.glob("*.jsonl") if one.stem.isdecimal())
+        stats = {one: one.stat() for one in files}
+        left = sum(stat.st_size for stat in stats.values())
+        found = []
+        for one, stat in stats.items():
+            if int(one.stem) >= before or not ((most_bytes and left > most_bytes) or stat.st_mtime < oldest):
+                break
+            found.append(one)
+            left -= stat.st_size
+        return found
 
     def close(self) -> None:
         """Write what waits, if the disk takes it, and close the file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sentinel.store.journal_file import JournalFile
@@ -35,26 +35,54 @@ class Found:
         self._file = file
 
     def count(self, table: str) -> int:
-        """Return the number of rows of `anomalies`, `incidents` or `decisions`."""
+        """Return the number of rows of `anomalies`, `incidents` or `decisions`, those deleted since among them."""
         return int(self._file.one(f"SELECT coalesce(max(rowid), 0) FROM {_known(table)}"))
 
     def num_onsets(self) -> int:
-        """Return the number of onsets: neither records of ends nor those of anomalies left out for their number count."""
+        """Return the onsets since the run began: neither records of ends nor anomalies left out for their number count."""
+        kept = self._file.meta("num_onsets")
+        if kept is not None:
+            return int(kept)
         return int(self._file.one('SELECT count(*) FROM anomalies WHERE instr(body, CAST(\'"event":"onset"\' AS BLOB)) > 0'))
 
-    def bodies(self, table: str, after: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield (position, body) of `anomalies` or `incidents` after a position, counted from 1."""
+    def bodies(self, table: str, after: int = 0, *, behind: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield (position, body) of `anomalies` or `incidents` after a position, counted from 1.
+
+        behind: those that decisions behind this one brought alone.
+        """
         position = after
         while True:
             with self._file.mutex:
                 page = self._file.db.execute(
-                    f"SELECT position, body FROM {_known(table)} WHERE position > ? ORDER BY position LIMIT 1000",
-                    (position,),
+                    f"SELECT position, body FROM {_known(table)} WHERE position > ? AND seq > ? "
+                    "ORDER BY position LIMIT 1000",
+                    (position, behind),
                 ).fetchall()
             for position, body in page:
                 yield position, bytes(body)
             if len(page) < 1000:
                 return
+
+    def incident_bodies(self, incident: str) -> list[bytes]:
+        """Return the revisions of an incident, oldest first."""
+        with self._file.mutex:
+            rows = self._file.db.execute("SELECT body FROM incidents WHERE id = ? ORDER BY revision", (incident,)).fetchall()
+        return [bytes(row[0]) for row in rows]
+
+    def incident_sizes(self) -> list[tuple[str, int, int]]:
+        """Return (id, seq of the newest revision, bytes of all) of each incident, the one that changed last at the end."""
+        with self._file.mutex:
+            return self._file.db.execute(
+                "SELECT id, max(seq), sum(length(body) + 1) FROM incidents GROUP BY id ORDER BY max(position)"
+            ).fetchall()
+
+    def forget_incidents(self, incidents: Iterable[str]) -> None:
+        """Delete incidents with all their revisions; the newest row of the table stays."""
+        with self._file.mutex, self._file.transaction():
+            self._file.db.executemany(
+                "DELETE FROM incidents WHERE id = ? AND position < (SELECT max(position) FROM incidents)",
+                [(one,) for one in incidents],
+            )
 
     def newest_anomalies(self, limit: int, before: int | None = None, step: int | None = None) -> list[tuple[int, bytes]]:
         """Return (position, body) of the newest anomalies, newest first.

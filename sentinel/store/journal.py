@@ -18,9 +18,13 @@ from pathlib import Path
 from sentinel.errors import StoreError
 from sentinel.store.audit import Audit
 from sentinel.store.found import Found, FoundAnomaly, FoundIncident
+from sentinel.store.journal_cut import JournalCut
 from sentinel.store.journal_file import JournalFile
 from sentinel.store.outbox_table import OutboxTable, Outgoing
 from sentinel.store.run_values import RunValues
+
+ROW_BYTES = 48
+"""Bytes that a row takes beside its body, with its place in the indexes, about."""
 
 
 @dataclass(kw_only=True)
@@ -33,6 +37,8 @@ class Commit:
     """(seq of the decision, anomaly) in total order."""
     incidents: list[tuple[int, FoundIncident]] = field(default_factory=list)
     outbox: list[Outgoing] = field(default_factory=list)
+    num_onsets: int = 0
+    """Onsets among the anomalies since the run began, these included."""
     snapshot: bytes | None = None
     """State after the decision `judged`; None: no snapshot this time."""
 
@@ -51,6 +57,7 @@ class Journal:
         self.outbox = OutboxTable(self._file)
         self.audit = Audit(self._file)
         self.values = RunValues(self._file)
+        self.cut = JournalCut(self._file)
         self._last_seq = int(self._file.one("SELECT coalesce(max(seq), 0) FROM decisions"))
 
     def close(self) -> None:
@@ -86,6 +93,7 @@ class Journal:
             finally:
                 self._file.db.execute("PRAGMA synchronous=FULL")
             self._last_seq = decisions[-1][0]
+            self.cut.add(sum(ROW_BYTES + len(body) for _, _, body in decisions))
 
     def decisions(self, after: int = 0, until: int | None = None) -> Iterator[tuple[int, str, bytes]]:
         """Yield (seq, kind, body) of decisions after `after` and up to `until`, in order."""
@@ -102,17 +110,18 @@ class Journal:
             position = page[-1][0]
 
     def newest_decisions(self, kind: str, limit: int) -> list[bytes]:
-        """Return the newest decisions of a kind, newest first."""
+        """Return the newest decisions of a kind, `step` or `tick`, newest first."""
         with self._file.mutex:
             rows = self._file.db.execute(
-                "SELECT body FROM decisions WHERE kind = ? ORDER BY seq DESC LIMIT ?", (kind, limit)
+                f"SELECT body FROM decisions WHERE kind = '{_known(kind)}' ORDER BY seq DESC LIMIT ?", (limit,)
             ).fetchall()
         return [bytes(row[0]) for row in rows]
 
-    def num_decisions(self, kind: str) -> int:
-        """Return how many decisions of a kind there are."""
-        with self._file.mutex:
-            return int(self._file.db.execute("SELECT count(*) FROM decisions WHERE kind = ?", (kind,)).fetchone()[0])
+    @property
+    def num_steps(self) -> int:
+        """Steps that were decided since the run began."""
+        num_ticks = int(self._file.one("SELECT count(*) FROM decisions WHERE kind = 'tick'"))
+        return self._last_seq - num_ticks - self.cut.pruned("tick")
 
     def keep_pack(self, pack_hash: str, body: bytes) -> None:
         """Keep the text of a rule pack, so that a replay judges with the rules that the daemon had."""
@@ -138,6 +147,8 @@ class Journal:
                     f"{self.path}: expected a judgement after decision {before}, got {commit.judged}; a second daemon?"
                 )
             self._file.db.execute("INSERT OR REPLACE INTO meta VALUES('judged', ?)", (commit.judged,))
+            if commit.anomalies:
+                self._file.db.execute("INSERT OR REPLACE INTO meta VALUES('num_onsets', ?)", (commit.num_onsets,))
             self._file.db.executemany(
                 "INSERT INTO anomalies(seq, id, attempt, step, severity, body) VALUES(?, ?, ?, ?, ?, ?)",
                 [(seq, one.id, one.attempt, one.step, one.severity, one.body) for seq, one in commit.anomalies],
@@ -154,18 +165,34 @@ class Journal:
                 self._file.db.execute("INSERT OR REPLACE INTO snapshots VALUES(?, ?)", (commit.judged, commit.snapshot))
                 # Two are kept: the newest may have been written by a version that cannot be read back.
                 self._file.db.execute(
-                    "DELETE FROM snapshots WHERE seq NOT IN (SELECT seq FROM snapshots ORDER BY seq DESC LIMIT 2)"
+                    "DELETE FROM snapshots WHERE seq NOT IN (SELECT seq FROM snapshots ORDER BY seq DESC LIMIT 2) "
+                    "AND seq NOT IN (?, ?)",
+                    self.cut.snapshots,
                 )
+                self.cut.keep_count()
+            bodies = [one.body for _, one in commit.anomalies] + [one.body for _, one in commit.incidents]
+            self.cut.add(sum(ROW_BYTES + len(body) for body in (*bodies, *(one.body for one in commit.outbox))))
 
-    def snapshots(self) -> list[tuple[int, bytes]]:
-        """Return (seq, state) of the kept snapshots, newest first."""
+    def snapshots(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (seq, state) of the kept snapshots, newest first."""
         with self._file.mutex:
-            return [
-                (seq, bytes(body))
-                for seq, body in self._file.db.execute("SELECT seq, body FROM snapshots ORDER BY seq DESC")
-            ]
+            seqs = [row[0] for row in self._file.db.execute("SELECT seq FROM snapshots ORDER BY seq DESC")]
+        for seq in seqs:
+            body = self.snapshot(seq)
+            if body is not None:
+                yield seq, body
+
+    def snapshot(self, seq: int) -> bytes | None:
+        """Return the state after a decision; None: it was not kept."""
+        row = self._file.row("SELECT body FROM snapshots WHERE seq = ?", (seq,))
+        return None if row is None else bytes(row[0])
 
     def drop_snapshot(self, seq: int) -> None:
         """Delete a snapshot that could not be restored. seq: the decision behind which it was taken."""
         with self._file.mutex, self._file.transaction():
             self._file.db.execute("DELETE FROM snapshots WHERE seq = ?", (seq,))
+
+
+def _known(kind: str) -> str:
+    assert kind in ("step", "tick"), kind
+    return kind

@@ -38,6 +38,11 @@ CREATE TABLE IF NOT EXISTS audit(
     position INTEGER PRIMARY KEY, time REAL NOT NULL, actor TEXT NOT NULL, action TEXT NOT NULL, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshots(seq INTEGER PRIMARY KEY, body BLOB NOT NULL);
 """
+_TICKS = "CREATE INDEX IF NOT EXISTS ticks ON decisions(seq) WHERE kind = 'tick'"
+"""Ticks are few among many steps; journals from before this index get it when they are opened."""
+
+LOG_BYTES = 64 * 2**20
+"""Size to which the write-ahead log is cut back after a large transaction."""
 
 
 class JournalFile:
@@ -117,12 +122,15 @@ class JournalFile:
 
     def _open(self, read_only: bool) -> None:
         if not read_only:
+            # Of account before the first table alone: what is deleted can be given back to the file system later.
+            self.db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             mode = self.db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
             if mode != "wal":
                 raise StoreError(
                     f"{self.path}: expected write-ahead logging, got {mode}; give --state-dir DIR on a local disk"
                 )
             self.db.execute("PRAGMA synchronous=FULL")
+            self.db.execute(f"PRAGMA journal_size_limit={LOG_BYTES}").fetchall()
         version = self._version()
         if version > SCHEMA_VERSION:
             raise StoreError(
@@ -141,6 +149,8 @@ class JournalFile:
                 for statement in _SCHEMA.split(";"):
                     self.db.execute(statement)
                 self.db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA_VERSION,))
+        if not read_only:
+            self.db.execute(_TICKS)
 
     def _version(self) -> int:
         row = self.row("SELECT name FROM sqlite_master WHERE name = 'meta'")

@@ -110,9 +110,9 @@ def test_two_snapshots_are_kept(journal: Journal) -> None:
     for seq in range(1, 5):
         journal.commit(Commit(judged=seq, snapshot=b"state %d" % seq))
 
-    assert journal.snapshots() == [(4, b"state 4"), (3, b"state 3")]
+    assert list(journal.snapshots()) == [(4, b"state 4"), (3, b"state 3")]
     journal.drop_snapshot(4)
-    assert journal.snapshots() == [(3, b"state 3")]
+    assert list(journal.snapshots()) == [(3, b"state 3")]
 
 
 def test_newest_revision_of_each_incident(journal: Journal) -> None:
