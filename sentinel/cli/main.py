@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),
     "explain": ("sentinel.cli.explain:explain", "Tell the story of an incident."),
     "replay": ("sentinel.cli.replay:replay", "Judge a recorded run again."),
+    "repair": ("sentinel.cli.repair:repair", "Rebuild a run's journal from its spool and files."),
     "export": ("sentinel.cli.export:export", "Write what a run recorded as a table, or as other tools read it."),
     "import": ("sentinel.cli.import_verbs:import_", "Read what another monitor recorded, or its configuration."),
     "rules": ("sentinel.cli.rules:rules", "Check, test, back-test and list rules."),

@@ -54,6 +54,14 @@ class StepCommits:
         found, self._has_alerts = self._has_alerts, False
         return found
 
+    def tell_repaired(self, now: float) -> None:
+        """Put what is to be sent of the revisions that a repair made into the outbox. now: seconds since the epoch."""
+        alerts = self._alerts.untold(now)
+        if alerts:
+            self._journal.commit(Commit(judged=self._journal.judged, outbox=_outgoing(alerts)))
+            self._alerts.have_told()
+            self._has_alerts = True
+
     def begin(self, decision: Decision | Tick) -> bool:
         """Write a new decision down, before it is judged; False: it was judged before, and is only judged again."""
         if decision.seq > self._journal.last_seq:

@@ -14,7 +14,21 @@ from sentinel.store.journal import Journal
 MAX_INCIDENTS = 10_000
 """Newest incidents among which open ones are looked for after a restart; a bound on memory and on the time to start."""
 
+UNTOLD_FACT = "untold"
+"""The journal's word for revisions that a repair made, of which nobody was notified: a JSON list of `Untold`."""
+
 _INCIDENT = msgspec.json.Decoder(Incident)
+
+
+class Untold(msgspec.Struct, frozen=True, kw_only=True):
+    """A revision that a repair made."""
+
+    before: Incident | None
+    """The revision that people were notified of before; None: there is none."""
+    now: Incident
+
+
+_UNTOLD = msgspec.json.Decoder(list[Untold])
 
 
 class IncidentAlerts:
@@ -27,6 +41,7 @@ class IncidentAlerts:
         context_of: Callable[[Incident], AlertContext] = lambda incident: AlertContext(),
     ) -> None:
         """routes: (sink, what it wants). context_of: what messages say of an incident beside its judgement."""
+        self._journal = journal
         self.routes = routes
         """(sink, what it wants), from the next revision on."""
         self._context_of = context_of
@@ -47,3 +62,12 @@ class IncidentAlerts:
         return [
             alert for sink, route in routes for alert in open_alerts(self._open.values(), sink, route, now, self._context_of)
         ]
+
+    def untold(self, now: float) -> list[Alert]:
+        """Return what is to be sent of the revisions that a repair made. now: seconds since the epoch."""
+        made = _UNTOLD.decode(self._journal.values.get(UNTOLD_FACT) or "[]")
+        return [alert for one in made for alert in alerts_for(one.before, one.now, self.routes, now, self._context_of)]
+
+    def have_told(self) -> None:
+        """Forget the revisions that a repair made: what is to be sent of them is in the outbox."""
+        self._journal.values.put(UNTOLD_FACT, "[]")

@@ -51,7 +51,7 @@ from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 from sentinel.store.lock import RunLock
 from sentinel.store.run_paths import RunPaths
-from sentinel.store.trouble import journal_trouble
+from sentinel.store.trouble import journal_trouble, repair_words
 
 log = logging.getLogger("sentinel.serving")
 
@@ -104,6 +104,7 @@ class ServedRun:
                 opened.callback(self._stages.watch.close)
                 self._use_newest_pack()
                 self._replay()
+                self._commits.tell_repaired(time.time())
                 self._notices.keep_losses(self._stages.assembler.losses)
                 self.status.publish(self._stages, time.time())
             self._opened = opened.pop_all()
@@ -202,7 +203,7 @@ class ServedRun:
         if found is None and self.journal.cut.seq:
             raise StoreError(
                 f"{self.paths.journal}: none of its snapshots can be used, and it begins with decision "
-                f"{self.journal.cut.seq + 1}; sentinel repair {self.paths.run_dir} judges anew what the spool holds"
+                f"{self.journal.cut.seq + 1}; {repair_words(self.paths.journal)}"
             )
         self._files.complete(found[1].positions if found else None)
         return found[0] if found else stages(self._packs.newest_hash)
@@ -359,6 +360,5 @@ def _records_in_words(journal: Path) -> Iterator[None]:
         yield
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise StoreError(
-            f"{journal}: a record cannot be read: {error}; check this disk, then move the journal away: the spool "
-            "that is left is judged anew"
+            f"{journal}: a record cannot be read: {error}; check this disk, then {repair_words(journal)}"
         ) from error

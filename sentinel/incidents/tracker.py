@@ -20,6 +20,7 @@ from sentinel.incidents.joining import Joining
 from sentinel.incidents.open_incident import OpenIncident, age, is_settled_end
 from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.publishing import published
+from sentinel.incidents.reconciling import reconcile
 from sentinel.incidents.tracker_state import MAX_CLOSED, TrackerState
 from sentinel.order.causal import sort_key
 from sentinel.run_end import RunEnd
@@ -144,6 +145,12 @@ class IncidentTracker:
         one.revise(state=states[act.act], evidence=act.in_words)
         one.incident = msgspec.structs.replace(one.incident, acts=(*one.incident.acts, act))
         return self._publish_all(closed, before, act.time, {})
+
+    def reconcile(self, written: Mapping[str, Incident], roots: Mapping[str, Anomaly], step: int) -> list[Incident]:
+        """Go on from incidents as they were written; see `reconciling.py`."""
+        revisions = reconcile(self._state, written, roots, step)
+        self._state.open.sort(key=age)
+        return revisions
 
     def _revisions(self) -> dict[str, Incident]:
         return {one.incident.id: one.incident for one in self._state.open}

@@ -5,7 +5,7 @@ The daemon, a restart and `sentinel replay` all judge through this one class, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -110,6 +110,13 @@ class Judge:
             incidents=tuple(incidents),
             proposal=propose(kept, self._actions, view.places, causes),
         )
+
+    def reconcile(self, written: Mapping[str, Incident], roots: Mapping[str, Anomaly], step: int) -> list[Incident]:
+        """Go on from incidents as they were written before a repair, and return the revisions that this makes.
+
+        written: id -> newest revision. roots: first causes of the open ones, by id. step: from which on this judge judged.
+        """
+        return self._tracker.reconcile(written, roots, step)
 
     def has_news(self, ranks: Sequence[RankFacts], now: float) -> bool:
         """Return whether a tick of these facts would bring anything; changes nothing."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from sentinel.store.journal_file import JournalFile
 
+TAKEN_OVER = -1
+"""Stands for the decision of what a repair took over from the files."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoundAnomaly:
@@ -45,7 +48,7 @@ class Found:
             return int(kept)
         return int(self._file.one('SELECT count(*) FROM anomalies WHERE instr(body, CAST(\'"event":"onset"\' AS BLOB)) > 0'))
 
-    def bodies(self, table: str, after: int = 0, *, behind: int = 0) -> Iterator[tuple[int, bytes]]:
+    def bodies(self, table: str, after: int = 0, *, behind: int = TAKEN_OVER - 1) -> Iterator[tuple[int, bytes]]:
         """Yield (position, body) of `anomalies` or `incidents` after a position, counted from 1.
 
         behind: those that decisions behind this one brought alone.
@@ -62,6 +65,14 @@ class Found:
                 yield position, bytes(body)
             if len(page) < 1000:
                 return
+
+    def has_anomaly(self, one: str) -> bool:
+        """Return whether there is an anomaly of this id."""
+        return self._file.row("SELECT 1 FROM anomalies WHERE id = ?", (one,)) is not None
+
+    def has_revision(self, incident: str, revision: int) -> bool:
+        """Return whether there is this revision of an incident."""
+        return self._file.row("SELECT 1 FROM incidents WHERE id = ? AND revision = ?", (incident, revision)) is not None
 
     def incident_bodies(self, incident: str) -> list[bytes]:
         """Return the revisions of an incident, oldest first."""

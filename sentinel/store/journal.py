@@ -22,6 +22,7 @@ from sentinel.store.journal_cut import JournalCut
 from sentinel.store.journal_file import JournalFile
 from sentinel.store.outbox_table import OutboxTable, Outgoing
 from sentinel.store.run_values import RunValues
+from sentinel.store.salvage import Salvage
 
 ROW_BYTES = 48
 """Bytes that a row takes beside its body, with its place in the indexes, about."""
@@ -132,6 +133,12 @@ class Journal:
         """Return the text kept for `pack_hash`, or None."""
         row = self._file.row("SELECT body FROM packs WHERE hash = ?", (pack_hash,))
         return None if row is None else bytes(row[0])
+
+    def take_over(self, found: Salvage) -> None:
+        """Write what was salvaged of a former journal: messages that wait, the audit, rules, small values."""
+        with self._file.mutex, self._file.transaction():
+            for query, rows in found.inserts:
+                self._file.db.executemany(query, rows)
 
     # Judgements.
 

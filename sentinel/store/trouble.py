@@ -33,6 +33,12 @@ def disk_trouble(path: Path, error: OSError) -> StoreError:
     return StoreError(f"{path}: {_of_system(path, error)}")
 
 
+def repair_words(journal: Path) -> str:
+    """Return which command rebuilds a journal."""
+    run = journal.parent.parent if journal.parent.name == ".daemon" else journal.parent.name
+    return f"sentinel repair {run} rebuilds it from the run's spool and files"
+
+
 def _words(path: Path, error: sqlite3.Error | OSError, read_only: bool) -> str:
     if isinstance(error, OSError):
         return _of_system(path, error)
@@ -40,7 +46,7 @@ def _words(path: Path, error: sqlite3.Error | OSError, read_only: bool) -> str:
     code, name = extended & 0xFF, getattr(error, "sqlite_errorname", None) or "SQLite"
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         what = "is no journal" if code == sqlite3.SQLITE_NOTADB else "is damaged"
-        return f"the file {what} ({error}); move it away to judge the run anew"
+        return f"the file {what} ({error}); {repair_words(path)}"
     if code == sqlite3.SQLITE_FULL:
         return _of_system(path, OSError(errno.ENOSPC, str(error)))
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

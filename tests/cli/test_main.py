@@ -83,7 +83,7 @@ def test_a_broken_journal_hides_no_other_run(tmp_path: Path, capsys: pytest.Capt
     assert run_cli(["status", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out.startswith("b: nothing judged")
-    assert "the file is no journal" in captured.err and "move it away" in captured.err
+    assert "the file is no journal" in captured.err and f"sentinel repair {tmp_path / 'a'} rebuilds it" in captured.err
 
 
 def test_the_nearest_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,9 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     path.write_bytes(b"not a database, but long enough to be taken for one" * 100)
 
-    with pytest.raises(StoreError, match=r"the file is no journal .*; move it away to judge the run anew"):
+    with pytest.raises(
+        StoreError, match=r"the file is no journal .*; sentinel repair .* rebuilds it from the run's spool and files"
+    ):
         Journal(path)
 
 

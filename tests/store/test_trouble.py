@@ -64,10 +64,12 @@ def test_what_the_disk_did_is_told_as_that_and_nobody_is_told_to_move_the_file(
 
 
 @pytest.mark.parametrize(("name", "what"), [("SQLITE_NOTADB", "is no journal"), ("SQLITE_CORRUPT_INDEX", "is damaged")])
-def test_a_file_at_fault_is_to_be_moved_away(name: str, what: str, tmp_path: Path) -> None:
+def test_a_file_at_fault_is_to_be_rebuilt(name: str, what: str, tmp_path: Path) -> None:
     reported = str(journal_trouble(tmp_path / "journal.sqlite", sqlite_error(name)))
 
-    assert reported.endswith(f"the file {what} (what SQLite says); move it away to judge the run anew")
+    assert reported.endswith(
+        f"the file {what} (what SQLite says); sentinel repair {tmp_path.name} rebuilds it from the run's spool and files"
+    )
 
 
 def test_a_damaged_journal_is_told_from_a_torn_one_and_neither_leaks_a_file(tmp_path: Path) -> None:
