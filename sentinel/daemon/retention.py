@@ -43,6 +43,10 @@ class RunRetention:
         """The state at the cut, once something is deleted; it says how much of the files lay before it."""
         self._evidence: set[str] = set()
 
+    def use(self, config: RetentionConfig) -> None:
+        """Keep so much from now on."""
+        self._config = config
+
     def turn(self, snapshot_seq: int, open_incidents: Sequence[Incident], now: float) -> None:
         """Cut the journal where it is time to, and delete some of what lies before.
 

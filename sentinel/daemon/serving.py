@@ -169,6 +169,7 @@ class ServedRun:
         self._snapshots.interval_s = config.judging.snapshot_interval_s
         self._alerts.routes = config.notify.routes()
         self.commanding.use(config.control)
+        self._retention.use(config.retention)
         with _trouble_in_words(self.paths.journal):
             self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})
 
