@@ -29,7 +29,7 @@ def repair(run: str, dry_run: bool, state_dir: str | None, packs: tuple[str, ...
     something to repair.
     """
     from sentinel.daemon.config import load_config
-    from sentinel.daemon.repair import repair as rebuild
+    from sentinel.daemon.rebuilding import repair as rebuild
     from sentinel.judge.packs import RulePacks
     from sentinel.store.run_paths import RunPaths
 

@@ -30,9 +30,9 @@ from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.live_ranks import LiveRanks
 from sentinel.daemon.meters import DaemonMeters
-from sentinel.daemon.retention import RunRetention
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_notices import RunNotices
+from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.run_status import RunStatus
 from sentinel.daemon.snapshots import Acknowledgement, Snapshots
 from sentinel.daemon.spool_watch import SpoolWatch

@@ -12,7 +12,7 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.repair import Repaired, repair, what_to_repair
+from sentinel.daemon.rebuilding import Repaired, repair, what_to_repair
 from sentinel.errors import StoreError
 from sentinel.judge.replay import replay
 from sentinel.report.alert import RouteConfig
