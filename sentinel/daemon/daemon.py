@@ -23,6 +23,7 @@ from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.outside_packages import OutsidePackages
+from sentinel.daemon.run_notes import RunNotes
 from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
@@ -35,6 +36,7 @@ from sentinel.report.links import MessageLinks
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
+from sentinel.store.run_values import RunValues
 from sentinel.store.trouble import disk_trouble
 
 log = logging.getLogger("sentinel.daemon")
@@ -94,7 +96,10 @@ class Daemon:
         self._packs = RulePacks(list(options.packs))
         self._packs.load()
         self._config = ConfigInForce(options.config, options.config_file, options.read_config, time.time())
-        self._notifying = Notifying(options.config.notify, environ, stream, self._orders_of, is_dry_run=options.is_dry_run)
+        self._notes = RunNotes(self._values_of)
+        self._notifying = Notifying(
+            options.config.notify, environ, stream, self._orders_of, self._notes, is_dry_run=options.is_dry_run
+        )
         self._environ = environ
         self._systemd = Systemd(options.notify_socket, options.watchdog_us)
         self._wake = threading.Event()
@@ -137,6 +142,10 @@ class Daemon:
         """Return what was ordered because of an incident; called by the threads of the sinks."""
         run = self._runs.get(alert.incident.run)
         return run.commanding.orders_about(alert.incident) if run is not None else ()
+
+    def _values_of(self, name: str) -> RunValues | None:
+        run = self._runs.get(name)
+        return run.journal.values if run is not None else None
 
     def stop(self) -> None:
         """Have `run` drain and return; may be called from any thread."""
@@ -307,6 +316,7 @@ class Daemon:
         run = self._runs.pop(name)
         self._notifying.outboxes.leave(run.journal.outbox)
         self._notifying.notifier.release(run.name)
+        self._notes.release(run.name)
         run.close()
         self._refuse(name, problem, time.time())
 

@@ -10,6 +10,7 @@ from sentinel.daemon.outboxes import Outboxes
 from sentinel.report.alert import Alert
 from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.pipeline import Notifier, RetryPolicy
+from sentinel.report.sinks.delivery import DeliveryNotes, NotesInMemory
 from sentinel.report.sinks.dry_run import DryRunSink
 from sentinel.report.sinks.sink_table import NotifyConfig, build_sinks
 
@@ -23,16 +24,19 @@ class Notifying:
         environ: Mapping[str, str],
         stream: TextIO,
         orders_of: OrdersOf = no_orders,
+        notes: DeliveryNotes | None = None,
         *,
         is_dry_run: bool = False,
     ) -> None:
-        """environ: for the sinks' secrets. stream: of the console. is_dry_run: send nothing, log it.
+        """environ: for the sinks' secrets. stream: of the console. notes: what sinks know again after a restart. is_dry_run:
+        send nothing, log it.
 
         ConfigError when a sink cannot be built.
         """
         self.outboxes = Outboxes()
         self.is_dry_run = is_dry_run
         self._environ, self._stream, self._orders_of = environ, stream, orders_of
+        self._notes = notes or NotesInMemory()
         self._former: Notifier | None = None
         """One that still ends its last requests; nobody sends anything meanwhile."""
         self._is_started = False
@@ -40,7 +44,7 @@ class Notifying:
 
     def built(self, config: NotifyConfig) -> Notifier:
         """Return a notifier that `exchange` takes; ConfigError when a sink cannot be built."""
-        sinks = build_sinks(config, self._environ, self._stream, self._orders_of)
+        sinks = build_sinks(config, self._environ, self._stream, self._orders_of, self._notes)
         return Notifier(
             self.outboxes,
             [DryRunSink(sink) for sink in sinks] if self.is_dry_run else sinks,

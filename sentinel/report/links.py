@@ -42,7 +42,7 @@ class MessageLinks(msgspec.Struct, frozen=True, kw_only=True):
 
     def of(self, alert: Alert) -> tuple[Link, ...]:
         """Return the links of a message."""
-        values = {name: urllib.parse.quote(value[:300], safe="") for name, value in _values(alert).items()}
+        values = {name: urllib.parse.quote(value[:300], safe="", errors="replace") for name, value in _values(alert).items()}
         page = self.external_url.rstrip("/") + "/incidents/{incident}?run={run}" if self.external_url else ""
         named = [("incident", page), ("runbook", self.runbook_url), ("dashboard", self.dashboard_url)]
         return tuple(Link(name, template.format_map(values)) for name, template in named if template)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -142,6 +142,15 @@ def facts(alert: Alert, done: Sequence[str] = ()) -> list[tuple[str, str]]:
     return [(name, visible(text, MAX_FIELD)) for name, text in pairs if text]
 
 
+def digest_headline(alerts: Sequence[Alert]) -> str:
+    """Return `12 alerts at once in 2 runs, 1 of them pages`."""
+    runs = sorted({alert.incident.run for alert in alerts})
+    num_pages = sum(alert.is_page for alert in alerts)
+    where = f"{len(runs)} runs" if len(runs) > 1 else f"run {middle_cut(visible(runs[0], MAX_RUN), PHONE // 2)}"
+    text = f"{len(alerts)} alerts at once in {where}"
+    return text + (f", {num_pages} of them pages" if num_pages else "")
+
+
 def worst_first(alerts: Sequence[Alert]) -> list[Alert]:
     """Return alerts with pages first, then by severity, then oldest first."""
     return sorted(alerts, key=lambda one: (not one.is_page, -one.incident.severity.level, one.created, one.key))
@@ -156,6 +165,14 @@ def visible(text: str, limit: int) -> str:
 def end_cut(text: str, limit: int) -> str:
     """Return text of at most `limit` characters; where something was cut off it ends with dots."""
     return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."[:limit]
+
+
+def fitted(lines: Sequence[str], budget: int, cut: Callable[[str, int], str] = end_cut) -> list[str]:
+    """Return lines of at most `budget` characters in all: the longest are cut, none is left out, short ones stay whole."""
+    limit = budget
+    while sum(min(len(line), limit) for line in lines) > budget:
+        limit = limit * 9 // 10
+    return [cut(line, limit) for line in lines]
 
 
 def middle_cut(text: str, limit: int) -> str:

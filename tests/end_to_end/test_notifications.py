@@ -100,7 +100,7 @@ def test_a_sink_that_misbehaves_hears_each_alert_in_the_end():
         assert notifier.close()
 
         assert [body["alerts"][0]["repeated"] for body in receiver.bodies()] == [False, False, False, True]
-        assert len({headers["Idempotency-Key"] for headers, _ in receiver.received}) == 1
+        assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 1
         assert notifier.counts()["webhook", "retried"] == 3
         assert notifier.problems() == {}
 
@@ -157,7 +157,7 @@ def test_kill_9_between_request_and_answer_repeats_once_and_says_so(tmp_path):
             SinkWorker(journal.outbox, sink, RetryPolicy(), rng=random.Random(0)).turn(time.time())
 
         assert [body["alerts"][0]["repeated"] for body in receiver.bodies()] == [False, True]
-        assert len({headers["Idempotency-Key"] for headers, _ in receiver.received}) == 1
+        assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 1
         assert journal.outbox.num_waiting(alert.topic) == 0
         journal.close()
 

@@ -1,5 +1,3 @@
-import hashlib
-import hmac
 import io
 import json
 
@@ -162,21 +160,20 @@ def test_retry_after_of_the_past_is_now():
     assert retry_after("nan", 1000.0) == 0.0
 
 
-def test_webhook_carries_an_idempotency_key_and_a_signature():
+def test_webhook_carries_the_incident_and_what_a_person_reads():
     poster = FakePoster()
-    sink = WebhookSink(WebhookConfig(url="http://localhost/x", secret_env="KEY"), poster, ENVIRON)
+    sink = WebhookSink(WebhookConfig(url="http://localhost/x", secret_env="KEY"), poster, ENVIRON, WRITER)
     alert = an_alert("webhook")
 
-    sink.deliver([alert], now=1000.0)
     sink.deliver([msgspec.structs.replace(alert, repeated=True)], now=2000.0)
 
-    (_, body, headers), (_, again, again_headers) = poster.requests
-    expected = hmac.new(b"k3y", b"1000." + body, hashlib.sha256).hexdigest()
-    assert headers["Sentinel-Signature"] == f"v1={expected}"
-    assert headers["Idempotency-Key"] == again_headers["Idempotency-Key"] == "webhook:r:i1:1"
-    assert json.loads(body)["alerts"][0]["repeated"] is False
-    assert json.loads(again)["alerts"][0]["repeated"] is True
-    assert json.loads(body)["alerts"][0]["incident"]["root_name"] == "blocks.3.mlp activation rank 2"
+    ((_, body, headers),) = poster.requests
+    (sent,) = json.loads(body)["alerts"]
+    assert set(headers) == {"webhook-id", "webhook-timestamp", "webhook-signature"}
+    assert (sent["key"], sent["repeated"]) == ("webhook:r:i1:1", True)
+    assert sent["incident"]["root_name"] == "blocks.3.mlp activation rank 2"
+    assert sent["text"] == "CRITICAL: run r: NaN in blocks.3, step 71 (repeated)"
+    assert sent["facts"]["ranks"] == "2" and sent["url"] == "https://sentinel.example/incidents/i1?run=r"
 
 
 def alertmanager_sink(**changes):

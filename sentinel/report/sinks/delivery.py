@@ -6,7 +6,7 @@ import email.utils
 import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO, runtime_checkable
 
 import msgspec
@@ -23,6 +23,8 @@ CUT_S = 0.5
 """Seconds that a request that was cut off has to end; a bound on time: its connections are shut down, so it ends at once."""
 MAX_RETRY_AFTER_S = 3600.0
 """Most seconds for which a Retry-After is obeyed. Too small: a busy server is pressed; too large: messages come too late."""
+MAX_ANSWER_BYTES = 65536
+"""Most bytes of an answer that are read; a bound on memory, above what any service says of a message."""
 RETRIED_STATUSES = frozenset({408, 425, 429})
 """4xx answers that mean `later`; every other 4xx, and every redirect, means `never`."""
 
@@ -38,6 +40,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """The server's own wish."""
     is_unknown: bool = False
     """The request may have been received although no answer came."""
+    answer: str = ""
+    """What a service answered, at most MAX_ANSWER_BYTES of it, for a sink that has to read it; never logged."""
 
 
 SENT = Delivery(outcome="sent")
@@ -48,6 +52,33 @@ def checked(delivery: object) -> Delivery:
     if not isinstance(delivery, Delivery):
         raise TypeError(f"deliver() gave {type(delivery).__name__}, expected a sentinel.report.sinks.delivery.Delivery")
     return delivery
+
+
+class DeliveryNotes(Protocol):
+    """What a sink has to know again after a restart: where it left the message about an incident."""
+
+    def read(self, sink: str, run: str, incident: str) -> str:
+        """Return what was noted of an incident; empty: nothing."""
+        ...
+
+    def write(self, sink: str, run: str, incident: str, note: str) -> None:
+        """Keep a note in place of the former. Never raises: what cannot be kept is forgotten by a restart."""
+        ...
+
+
+class NotesInMemory:
+    """Notes that die with the process."""
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[str, str, str], str] = {}
+
+    def read(self, sink: str, run: str, incident: str) -> str:
+        """Return what was noted of an incident; empty: nothing."""
+        return self._notes.get((sink, run, incident), "")
+
+    def write(self, sink: str, run: str, incident: str, note: str) -> None:
+        """Keep a note."""
+        self._notes[sink, run, incident] = note
 
 
 class Sink(Protocol):
@@ -76,6 +107,8 @@ class SinkParts:
     """What messages lead to."""
     orders_of: OrdersOf = no_orders
     """Returns what was ordered because of an incident, in words."""
+    notes: DeliveryNotes = field(default_factory=NotesInMemory)
+    """What sinks know again after a restart."""
     proxy: str = ""
     """`notify.proxy`."""
     ca_file: str = ""
@@ -217,7 +250,8 @@ class HttpPoster:
                 # The status has come: the request was received, whatever happens to the rest of the answer.
                 request.was_answered = True
                 text = _beginning(answer)
-                return judge_answer(answer.status_code, answer.headers, text, where, now)
+                delivery = judge_answer(answer.status_code, answer.headers, " ".join(text[:200].split()), where, now)
+                return msgspec.structs.replace(delivery, answer=text)
         except requests.exceptions.ConnectTimeout:
             return Delivery(outcome="retry", detail=f"{where}: no connection within {self._connect_timeout_s:g} s")
         except requests.exceptions.Timeout:
@@ -282,11 +316,15 @@ def check_url(url: str, path: str) -> str:
 
 
 def _beginning(answer: requests.Response) -> str:
+    head = b""
     try:
-        head: bytes = next(answer.iter_content(200), b"")
+        for part in answer.iter_content(4096):
+            head += part
+            if len(head) >= MAX_ANSWER_BYTES:
+                break
     except requests.exceptions.RequestException:
-        return ""
-    return " ".join(head.decode("utf-8", "replace").split())
+        pass
+    return head[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -16,18 +16,31 @@ from sentinel.report.links import MessageLinks, check_template
 from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig
 from sentinel.report.sinks.console import ConsoleConfig
-from sentinel.report.sinks.delivery import Sink, SinkParts, SinkSettings
+from sentinel.report.sinks.delivery import DeliveryNotes, NotesInMemory, Sink, SinkParts, SinkSettings
+from sentinel.report.sinks.discord import DiscordConfig
+from sentinel.report.sinks.mail import EmailConfig
 from sentinel.report.sinks.outside import OutsideSinks
+from sentinel.report.sinks.pagerduty import PagerDutyConfig
 from sentinel.report.sinks.slack import SlackConfig
+from sentinel.report.sinks.slack_bot import SlackBotConfig
+from sentinel.report.sinks.teams import TeamsConfig
 from sentinel.report.sinks.webhook import WebhookConfig
 
-SinkConfig = SlackConfig | AlertmanagerConfig | WebhookConfig | ConsoleConfig
-"""Distinguished by `type`: slack, alertmanager, webhook, console; those of other packages by the names of entry points."""
+SinkConfig = (
+    SlackConfig | SlackBotConfig | AlertmanagerConfig | PagerDutyConfig | WebhookConfig | EmailConfig | DiscordConfig
+    | TeamsConfig | ConsoleConfig
+)  # fmt: skip
+"""Distinguished by `type`, as in SINKS; those of other packages by the names of entry points."""
 
 SINKS: dict[str, type[SinkSettings]] = {
     "slack": SlackConfig,
+    "slack-bot": SlackBotConfig,
     "alertmanager": AlertmanagerConfig,
+    "pagerduty": PagerDutyConfig,
     "webhook": WebhookConfig,
+    "email": EmailConfig,
+    "discord": DiscordConfig,
+    "teams": TeamsConfig,
     "console": ConsoleConfig,
 }
 """`type` -> configuration of the sinks that come with Sentinel."""
@@ -107,14 +120,16 @@ def build_sink(
     environ: Mapping[str, str],
     stream: TextIO,
     orders_of: OrdersOf = no_orders,
+    notes: DeliveryNotes | None = None,
 ) -> Sink:
     """Return the sink that `config` describes; ConfigError when its secret is missing. Opens no connection."""
     links = MessageLinks(
         external_url=notify.external_url, runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url
     )
     parts = SinkParts(
-        environ=environ, stream=stream, links=links, orders_of=orders_of, proxy=notify.proxy, ca_file=notify.ca_file
-    )
+        environ=environ, stream=stream, links=links, orders_of=orders_of, notes=notes or NotesInMemory(),
+        proxy=notify.proxy, ca_file=notify.ca_file,
+    )  # fmt: skip
     try:
         sink = config.build(parts)
     except SentinelError:
@@ -130,7 +145,11 @@ def build_sink(
 
 
 def build_sinks(
-    notify: NotifyConfig, environ: Mapping[str, str], stream: TextIO, orders_of: OrdersOf = no_orders
+    notify: NotifyConfig,
+    environ: Mapping[str, str],
+    stream: TextIO,
+    orders_of: OrdersOf = no_orders,
+    notes: DeliveryNotes | None = None,
 ) -> list[Sink]:
     """Return all sinks. environ: the environment as the command line hands it down; stream: for the console."""
-    return [build_sink(config, notify, environ, stream, orders_of) for config in notify.sinks]
+    return [build_sink(config, notify, environ, stream, orders_of, notes) for config in notify.sinks]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sentinel.report.alert import Alert
-from sentinel.report.message import AlertMessage, end_cut, worst_first
+from sentinel.report.message import AlertMessage, digest_headline, end_cut, fitted, worst_first
 from sentinel.report.message_writer import MessageWriter
 
 MAX_HEADER = 150
@@ -15,8 +15,8 @@ MAX_CONTEXT = 2000
 MAX_BLOCKS = 50
 MAX_TOTAL = 12_000
 """Characters in all; the true limit is not documented; about 13,000 were taken when it was tried."""
-MAX_LINE = 560
-"""Characters of one fact behind the escapes; a bound, so that none pushes another out: there are twenty at most."""
+MAX_FACTS = 10_000
+"""Characters of all facts behind the escapes; the rest of MAX_TOTAL is for header, mention and links."""
 MAX_URL = 580
 """A longer address is left out: cut off it would lead elsewhere. Three of them fit one context."""
 MAX_DIGEST_LINES = 40
@@ -62,14 +62,6 @@ def digest_blocks(alerts: Sequence[Alert], writer: MessageWriter, mention: str) 
     return {"text": clip(escape(text), MAX_SECTION), "blocks": blocks}
 
 
-def digest_headline(alerts: Sequence[Alert]) -> str:
-    """Return `12 alerts at once in 2 runs, 1 of them pages: a, b`."""
-    runs = sorted({alert.incident.run for alert in alerts})
-    num_pages = sum(alert.is_page for alert in alerts)
-    text = f"{len(alerts)} alerts at once in {len(runs)} run{'s' if len(runs) > 1 else ''}"
-    return text + (f", {num_pages} of them pages" if num_pages else "")
-
-
 def section(text: str) -> Block:
     """Return a block of text in Slack's markup."""
     return {"type": "section", "text": {"type": "mrkdwn", "text": clip(text, MAX_SECTION)}}
@@ -93,7 +85,7 @@ def clip(text: str, limit: int) -> str:
 
 def _fact_blocks(lines: Sequence[str]) -> list[Block]:
     blocks: list[str] = []
-    for line in (clip(one, MAX_LINE) for one in lines):
+    for line in fitted(lines, MAX_FACTS, lambda text, limit: clip(text, min(limit, MAX_SECTION))):
         if blocks and len(blocks[-1]) + 1 + len(line) <= MAX_SECTION:
             blocks[-1] += "\n" + line
         else:

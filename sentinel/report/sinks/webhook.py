@@ -1,7 +1,8 @@
-"""A generic webhook: one JSON object, an idempotency key, and a signature when a secret is given."""
+"""A generic webhook: one JSON object, an idempotency key, and, with a key, a signature as Standard Webhooks has it."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Environment variable that holds the address."""
 
     secret_file: str = ""
-    """File that holds the key of the signature; without a key nothing is signed."""
+    """File that holds the key of the signature: `whsec_` and base64, or any text; without a key nothing is signed."""
 
     secret_env: str = ""
     """Environment variable that holds the key of the signature."""
@@ -64,8 +65,11 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class WebhookSink:
     """Posts `{"version": "1", "digest": false, "alerts": [...]}`.
 
-    Headers: `Idempotency-Key` (the same for the same message, however often it is tried) and, with a key,
-    `Sentinel-Timestamp` and `Sentinel-Signature: v1=<hex of HMAC-SHA256 over timestamp, a dot, and the body>`.
+    Headers: `webhook-id`, the idempotency key (the same for the same message, however often it is tried), and
+    `webhook-timestamp`; with a key `webhook-signature: v1,<base64 of HMAC-SHA256 over id, timestamp and body, joined by
+    dots>`.
+
+    Source: the Standard Webhooks specification, version 1.0.0.
     """
 
     max_batch = 200
@@ -80,7 +84,9 @@ class WebhookSink:
             raise ConfigError(f"{path}.url: expected url, url_file or url_env, which says where to post; got none of them")
         url = config.url or read_secret(f"{path}.url", config.url_file, config.url_env, environ)
         self._url = check_url(url, f"{path}.url")
-        self._secret = read_secret(f"{path}.secret", config.secret_file, config.secret_env, environ)
+        self._key = signing_key(
+            f"{path}.secret", read_secret(f"{path}.secret", config.secret_file, config.secret_env, environ)
+        )
         self._bearer = read_secret(f"{path}.bearer", config.bearer_file, config.bearer_env, environ)
         self._writer = writer or MessageWriter()
         self._poster = poster
@@ -88,13 +94,12 @@ class WebhookSink:
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         """Post one request."""
         body = msgspec.json.encode(self.document(alerts))
-        headers = {"Idempotency-Key": idempotency_key(alerts)}
+        name, timestamp = webhook_id(alerts), str(int(now))
+        headers = {"webhook-id": name, "webhook-timestamp": timestamp}
         if self._bearer:
             headers["Authorization"] = f"Bearer {self._bearer}"
-        if self._secret:
-            timestamp = str(int(now))
-            headers["Sentinel-Timestamp"] = timestamp
-            headers["Sentinel-Signature"] = signature(self._secret, timestamp, body)
+        if self._key:
+            headers["webhook-signature"] = signature(self._key, name, timestamp, body)
         return self._poster.post(self._url, body, headers, now)
 
     def document(self, alerts: Sequence[Alert]) -> dict[str, Any]:
@@ -121,14 +126,23 @@ class WebhookSink:
         }
 
 
-def idempotency_key(alerts: Sequence[Alert]) -> str:
-    """Return the key of one alert, or a hash that names exactly this set of alerts."""
-    if len(alerts) == 1:
-        return alerts[0].key
+def webhook_id(alerts: Sequence[Alert]) -> str:
+    """Return `msg_` and 32 hex digits that name exactly this set of alerts: a run's name may hold what no header can."""
     text = "\n".join(sorted(alert.key for alert in alerts))
-    return "digest:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return "msg_" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def signature(secret: str, timestamp: str, body: bytes) -> str:
-    """Return `v1=` and the hex of HMAC-SHA256 over `timestamp`, a dot and the body."""
-    return "v1=" + hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
+def signing_key(path: str, secret: str) -> bytes:
+    """Return the bytes of a secret; ConfigError where one that says that it is base64 is not."""
+    if not secret.startswith("whsec_"):
+        return secret.encode()
+    try:
+        return base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected base64 behind whsec_, got something else") from error
+
+
+def signature(key: bytes, name: str, timestamp: str, body: bytes) -> str:
+    """Return `v1,` and the base64 of HMAC-SHA256 over id, timestamp and body, joined by dots."""
+    signed = f"{name}.{timestamp}.".encode() + body
+    return "v1," + base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()

@@ -1,0 +1,245 @@
+"""E-mail, by SMTP: plain text, and all messages about one incident are one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import email.message
+import email.policy
+import email.utils
+import hashlib
+import smtplib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.report.alert import Alert, RouteConfig
+from sentinel.report.message import digest_headline, visible, worst_first
+from sentinel.report.message_writer import MessageWriter
+from sentinel.report.sinks.delivery import CUT_S, Delivery, SinkParts
+from sentinel.report.sinks.secret import read_secret
+
+SECURITY = ("starttls", "tls", "none")
+MAX_SUBJECT = 200
+MAX_DIGEST_LINES = 100
+PORTS = {"starttls": 587, "tls": 465, "none": 25}
+
+
+class EmailConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="email"):
+    """A mail server that takes messages from us."""
+
+    name: str = "email"
+    """Name in metrics and in the outbox; unique."""
+
+    host: str = ""
+    """Name of the mail server."""
+
+    port: int = 0
+    """Its port; 0: the usual one, 587 for starttls, 465 for tls, 25 for none."""
+
+    security: str = "starttls"
+    """`starttls` (it must offer it), `tls` (from the first byte on), or `none`: in the clear, for a relay on this host."""
+
+    username: str = ""
+    """Name to log in with; empty: there is no login."""
+
+    password_file: str = ""
+    """File that holds the password."""
+
+    password_env: str = ""
+    """Environment variable that holds the password."""
+
+    sender: str = ""
+    """Address that messages come from."""
+
+    to: tuple[str, ...] = ()
+    """Addresses that messages go to."""
+
+    route: RouteConfig = RouteConfig()
+    """Incidents that are sent; by default every one from warning on."""
+
+    rate_per_s: float = 0.2
+    """Most messages a second, on average."""
+
+    digest_after: int = 3
+    """More alerts than this waiting at once go out as one message; 0: never."""
+
+    timeout_s: float = 30.0
+    """Longest a whole delivery may take, from looking up the name to the server's last word."""
+
+    def __post_init__(self) -> None:
+        path = f"notify.sinks.{self.name}"
+        if self.security not in SECURITY:
+            raise ConfigError(f"{path}.security must be one of {', '.join(SECURITY)}, got {self.security!r}")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"{path}.port must be in [0, 65535], got {self.port}")
+        if self.security == "none" and self.username:
+            raise ConfigError(
+                f"{path}.security must be starttls or tls where a username is given: passwords are not sent bare"
+            )
+
+    def build(self, parts: SinkParts) -> EmailSink:
+        """Return the sink; `SinkSettings.build`."""
+        return EmailSink(self, parts.environ, parts.writer(), parts.ca_file)
+
+
+class EmailSink:
+    """Sends a message a delivery. Its Message-ID is the idempotency key: a repeat has the same."""
+
+    max_batch = 500
+
+    def __init__(self, config: EmailConfig, environ: Mapping[str, str], writer: MessageWriter, ca_file: str = "") -> None:
+        path = f"notify.sinks.{config.name}"
+        self.name = config.name
+        self.digest_after = config.digest_after
+        if not config.host:
+            raise ConfigError(f"{path}.host: expected the name of a mail server, got none")
+        for key, address in [("sender", config.sender), *(("to", one) for one in config.to or ("",))]:
+            if "@" not in address or not address.isprintable() or any(char in address for char in " ,;<>"):
+                raise ConfigError(f"{path}.{key}: expected an address like oncall@example.org, got {address!r}")
+        password = read_secret(f"{path}.password", config.password_file, config.password_env, environ)
+        if bool(config.username) != bool(password):
+            raise ConfigError(f"{path}.username and password_file or password_env: expected both or none, got one")
+        self._config = config
+        self._password = password
+        self._ca_file = ca_file
+        self._writer = writer
+        self._domain = config.sender.rpartition("@")[2]
+        self._late: threading.Thread | None = None
+
+    def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
+        """Send one message; the deadline is for all of it."""
+        where = f"smtp://{self._config.host}"
+        if self._late is not None and self._late.is_alive():
+            return Delivery(outcome="retry", detail=f"{where}: the delivery before has not ended yet")
+        message = self.message(alerts, now)
+        found: list[Delivery] = []
+        session = _Session()
+        thread = threading.Thread(
+            target=lambda: found.append(self._sent(message, session, where)), name="sentinel-mail", daemon=True
+        )
+        thread.start()
+        thread.join(self._config.timeout_s)
+        if thread.is_alive():
+            session.cut()
+            thread.join(CUT_S)
+        if thread.is_alive():
+            self._late = thread
+        if found and not session.is_cut:
+            return found[0]
+        detail = f"{where}: not taken within {self._config.timeout_s:g} s"
+        return Delivery(outcome="retry", detail=detail, is_unknown=session.is_sending)
+
+    def message(self, alerts: Sequence[Alert], now: float) -> email.message.EmailMessage:
+        """Return the message of one alert, or of many."""
+        made = email.message.EmailMessage(policy=email.policy.SMTP)
+        made["From"] = self._config.sender
+        made["To"] = ", ".join(self._config.to)
+        made["Date"] = email.utils.formatdate(now)
+        made["Auto-Submitted"] = "auto-generated"  # So that nobody's holiday answers it.
+        if len(alerts) == 1:
+            self._about_one(made, alerts[0])
+        else:
+            self._about_many(made, alerts)
+        return made
+
+    def _about_one(self, made: email.message.EmailMessage, alert: Alert) -> None:
+        message = self._writer.write(alert)
+        thread = self._id(f"{self.name}:{alert.incident.run}:{alert.incident.id}")
+        made["Subject"] = message.summary(MAX_SUBJECT)
+        if alert.was_severity is None:
+            # The first of them is what the others answer to.
+            made["Message-ID"] = thread
+        else:
+            made["Message-ID"] = self._id(alert.key)
+            made["In-Reply-To"] = made["References"] = thread
+        made["X-Sentinel-Incident"] = visible(alert.incident.id, MAX_SUBJECT).encode("ascii", "replace").decode()
+        facts = message.body or "\n".join(f"{name}: {text}" for name, text in message.fields_under(""))
+        links = "\n".join(f"{one.name}: {one.url}" for one in message.links)
+        made.set_content(encodable("\n\n".join(filter(None, [message.headline(), facts, links]))) + "\n")
+
+    def _about_many(self, made: email.message.EmailMessage, alerts: Sequence[Alert]) -> None:
+        worst = worst_first(alerts)
+        made["Subject"] = digest_headline(alerts)
+        made["Message-ID"] = self._id("\n".join(sorted(alert.key for alert in alerts)))
+        lines = []
+        for alert in worst[:MAX_DIGEST_LINES]:
+            message = self._writer.write(alert)
+            lines.append(message.summary(300) + (f"\n    {message.link}" if message.link else ""))
+        more = [f"and {len(alerts) - MAX_DIGEST_LINES} more"] if len(alerts) > MAX_DIGEST_LINES else []
+        made.set_content(encodable("\n".join([*lines, *more])) + "\n")
+
+    def _id(self, key: str) -> str:
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return f"<{digest}@{self._domain}>"
+
+    def _sent(self, message: email.message.EmailMessage, session: _Session, where: str) -> Delivery:
+        config = self._config
+        try:
+            context = ssl.create_default_context(cafile=self._ca_file or None)
+            with session.opened(lambda: self._connected(context)) as server:
+                if config.security == "starttls":
+                    server.starttls(context=context)
+                if config.username:
+                    server.login(config.username, self._password)
+                session.is_sending = True
+                server.send_message(message)
+            return Delivery(outcome="sent")
+        except smtplib.SMTPRecipientsRefused as error:
+            codes = {code for code, _ in error.recipients.values()}
+            outcome = "retry" if any(400 <= code < 500 for code in codes) else "failed"
+            return Delivery(outcome=outcome, detail=f"{where}: no recipient was taken: {', '.join(map(str, sorted(codes)))}")
+        except smtplib.SMTPResponseException as error:
+            outcome = "failed" if error.smtp_code >= 500 else "retry"
+            return Delivery(outcome=outcome, detail=f"{where}: {type(error).__name__} {error.smtp_code}")
+        except smtplib.SMTPNotSupportedError as error:
+            return Delivery(outcome="failed", detail=f"{where}: {error}")
+        except (OSError, smtplib.SMTPException) as error:
+            return Delivery(outcome="retry", detail=f"{where}: {_why(error)}", is_unknown=session.is_sending)
+
+    def _connected(self, context: ssl.SSLContext) -> smtplib.SMTP:
+        config = self._config
+        port = config.port or PORTS[config.security]
+        if config.security == "tls":
+            return smtplib.SMTP_SSL(config.host, port, timeout=config.timeout_s, context=context)
+        return smtplib.SMTP(config.host, port, timeout=config.timeout_s)
+
+
+class _Session:
+    """A connection that another thread can cut: a server that says a byte a second keeps within every time-out of a read."""
+
+    def __init__(self) -> None:
+        self.is_sending = False
+        """The message may have been received."""
+        self.is_cut = False
+        self._server: smtplib.SMTP | None = None
+
+    def opened(self, connect: Callable[[], smtplib.SMTP]) -> smtplib.SMTP:
+        self._server = connect()
+        if self.is_cut:
+            self.cut()
+        return self._server
+
+    def cut(self) -> None:
+        """Shut the connection down, which ends whatever waits for it."""
+        self.is_cut = True
+        connection = getattr(self._server, "sock", None)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def encodable(text: str) -> str:
+    """Return text that every mail server takes: what is no character is a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {error.reason or type(error).__name__}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return type(error).__name__
