@@ -34,6 +34,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "control.dry_run", "control.for_steps", "control.latency_s", "control.cooldown_s", "control.max_per_hour",
         "control.expires_s", "control.follow_config", "control.max_edits_per_hour", "control.dump_kinds",
         "control.dump_for_steps", "control.dump_first_n", "control.max_dumps_per_hour", "control.policies",
+        "heartbeat.url", "heartbeat.url_file", "heartbeat.url_env", "heartbeat.method", "heartbeat.interval_s",
+        "heartbeat.timeout_s",
     ),
     RULES: ("rules", "builtin", "rules.detector", "rules.match", "rules.severity", "rules.actions"),
     RULE_TESTS: ("tests", "tests.input", "tests.expect"),
