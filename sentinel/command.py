@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from sentinel.bounds import MAX_RANKS, MAX_STEP
+from sentinel.errors import ConfigError
 from sentinel.kinds import MODULE_KINDS, labels
 
 ANY_ATTEMPT = -1
@@ -137,3 +139,22 @@ Obeyed: TypeAlias = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTe
 """Commands that ranks obey at their step."""
 Command: TypeAlias = Obeyed | WithdrawCommand
 """Any command; the JSON field `type` names which."""
+
+_AnyCommand = TypeVar("_AnyCommand", bound=Command)
+
+
+def bounded(command: _AnyCommand) -> _AnyCommand:
+    """Return a command whose numbers are such as steps and ranks have; ConfigError names the first that is not."""
+    for name in ("at_step", "for_steps", "step_interval", "first_n", "num_batches"):
+        value = getattr(command, name, None)
+        if value is not None and not 0 <= value <= MAX_STEP:
+            raise ConfigError(f"{name} must be in [0, {MAX_STEP}], got {_shown(value)}")
+    for rank in getattr(command, "ranks", ()):
+        if not 0 <= rank < MAX_RANKS:
+            raise ConfigError(f"ranks must be in [0, {MAX_RANKS}), got {_shown(rank)}")
+    return command
+
+
+def _shown(value: int) -> str:
+    """Return a number, or how large it is: thousands of digits help nobody."""
+    return str(value) if abs(value) < 10**18 else f"a number of {value.bit_length()} bits"

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from sentinel.bounds import MAX_STEP
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 from sentinel.cli.progress import RunProgress, progress_of
@@ -223,8 +224,8 @@ def parse_step(run_dir: Path, text: str, progress: RunProgress) -> int:
         if newest is None:
             raise ConfigError(f"{run_dir}: expected ranks that train, found no step in any spool; give --at-step N")
         return first_step(newest, progress.step_time_s, PERSON_LATENCY_S)
-    if not text.isdecimal():
-        raise ConfigError(f'--at-step: expected a number of at least 0 or auto, got "{text}"')
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(MAX_STEP)) or int(text) > MAX_STEP:
+        raise ConfigError(f'--at-step: expected a number in [0, {MAX_STEP}] or auto, got "{text[:40]}"')
     if newest is not None and int(text) <= newest and not progress.why_unresponsive:
         to_stderr(f"step {text} is over or begun (newest known: {newest}); ranks will answer that they missed it")
     return int(text)

@@ -26,8 +26,9 @@ from sentinel.command import (
     EnableMonitoring,
     RequestAction,
     WithdrawCommand,
+    bounded,
 )
-from sentinel.errors import StoreError
+from sentinel.errors import ConfigError, StoreError
 from sentinel.private_files import create_file, make_directory
 
 CommandT = TypeVar(
@@ -109,6 +110,6 @@ class CommandFiles:
             with os.fdopen(file, "rb") as stream:
                 if os.fstat(file).st_uid != os.geteuid():
                     return None
-                return _DECODER.decode(stream.read(2**20))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError):
+                return bounded(_DECODER.decode(stream.read(2**20)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, ConfigError):
             return None

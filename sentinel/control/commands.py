@@ -21,6 +21,7 @@ from sentinel.command import (
     RequestAction,
     TrainerAction,
     WithdrawCommand,
+    bounded,
 )
 from sentinel.control.command_files import CommandFiles, CommandT
 from sentinel.control.command_moves import next_move
@@ -315,7 +316,7 @@ class RunCommands:
 
     def _write(self, make: Callable[[int], CommandT], source: str, key: str, now: float) -> CommandT:
         self.scan(now)
-        command = self._files.write(make)
+        command = self._files.write(lambda seq: bounded(make(seq)))
         self._enter(CommandStatus(command=command, source=source, key=key, issued=now), now)
         return command
 

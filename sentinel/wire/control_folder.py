@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.command import Command
-from sentinel.errors import MALFORMED
+from sentinel.command import Command, bounded
+from sentinel.errors import MALFORMED, ConfigError
 
 MAX_COMMAND_BYTES = 2**20
 _NAME = re.compile(r"(\d+)\.json")
@@ -88,12 +88,14 @@ class ControlFolder:
             os.close(fd)
         if not why:
             try:
-                command = self._decoder.decode(data)
+                command = bounded(self._decoder.decode(data))
                 if command.seq == seq:
                     return command
                 why = f"expected seq {seq} as its name says, got {command.seq}"
             except MALFORMED as error:
                 why = f"expected a command in JSON, got {error}"
+            except ConfigError as error:
+                why = str(error)
         self._refuse(name, mark, why)
         return None
 

@@ -59,6 +59,8 @@ def test_disable_means_all_by_default(run_dir):
         (["--kinds", "gradz"], 'unknown kind "gradz"'),
         (["--at-step", "soon"], 'got "soon"'),
         (["--at-step", "-1"], 'got "-1"'),
+        (["--at-step", "1" + "0" * 23], "expected a number in [0, 1099511627776] or auto"),
+        (["--at-step", "9" * 5000], "expected a number in [0, 1099511627776] or auto"),
     ],
 )
 def test_nonsense_is_refused(run_dir, capsys, options, message):

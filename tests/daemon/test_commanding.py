@@ -39,6 +39,11 @@ def test_a_dump_is_ordered(commanding: Commanding, tmp_path: Path) -> None:
     assert (command.for_steps, command.step_interval, command.first_n) == (4, 2, 8)
 
 
+def test_a_number_that_no_step_has_is_refused_in_words(commanding: Commanding) -> None:
+    with pytest.raises(ConfigError, match=r"at_step must be in \[0, 1099511627776\], got a number of 77 bits"):
+        commanding.order("enable", {"at_step": 10**23}, 1.0)
+
+
 def test_the_structure_is_asked_for(commanding: Commanding, tmp_path: Path) -> None:
     commanding.order("describe", {"ranks": [1]}, 1.0)
 
@@ -47,7 +52,8 @@ def test_the_structure_is_asked_for(commanding: Commanding, tmp_path: Path) -> N
     assert command.ranks == (1,)
 
 
-@pytest.mark.parametrize("request_", [{"step_interval": 0}, {"first_n": 0}, {"for_steps": 0}, {"kinds": ["x"]}, {"all": 1}])
+@pytest.mark.parametrize("request_", [{"step_interval": 0}, {"first_n": 0}, {"for_steps": 0}, {"kinds": ["x"]}, {"all": 1},
+    {"at_step": 10**23}, {"at_step": 2**40 + 1}, {"at_step": -1}, {"for_steps": 10**23}, {"ranks": [2**40]}])  # fmt: skip
 def test_nonsense_is_refused(commanding: Commanding, tmp_path: Path, request_: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         commanding.order("dump", request_, 1.0)

@@ -89,6 +89,7 @@ def test_a_folder_that_is_not_there_yet_is_no_fault(tmp_path: Path) -> None:
         (b'{"type": "FormatDisk", "id": "x", "seq": 1}', "FormatDisk"),
         (b"\xff\xfe", "in JSON"),
         (msgspec.json.encode(enable(7)), "expected seq 1 as its name says, got 7"),
+        (b'{"type": "EnableMonitoring", "id": "x", "seq": 1, "at_step": 1' + b"0" * 23 + b"}", "at_step must be in [0, "),
     ],
 )
 def test_what_is_no_command_is_refused_once(trainer: Trainer, text: bytes, why: str) -> None:

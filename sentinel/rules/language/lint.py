@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from sentinel.aggregate import matches, nearest_names
 from sentinel.anomaly import Severity
-from sentinel.detect import known_detectors
 from sentinel.rules.language.loader import PACKS
 from sentinel.rules.language.schema import RULE_KINDS, Pack, Rule
 
@@ -35,7 +35,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.file}:{self.line}: {self.message}"
 
 
-def lint_rule(rule: Rule, names: Mapping[str, Collection[str]] | None) -> list[Finding]:
+def lint_rule(rule: Rule, names: Mapping[str, Collection[str]] | None, detectors: Mapping[str, type[Any]]) -> list[Finding]:
     """Return what is odd about a rule by itself. names: kind -> the names of a run, where one is known."""
     notes = []
     if rule.severity is Severity.CRITICAL and "notify" not in rule.actions:
@@ -52,7 +52,7 @@ def lint_rule(rule: Rule, names: Mapping[str, Collection[str]] | None) -> list[F
             notes.append(f'match.name "{glob}" is a glob, no regular expression: * is any text, ? and [0-9] one sign')
         elif glob.count("[") > glob.count("]"):
             notes.append(f'match.name "{glob}" has a "[" without "]": it takes a name with that sign in it')
-    notes += _limits(rule)
+    notes += _limits(rule, detectors[rule.detector])
     found = [_finding(rule, note) for note in notes]
     # A pack that comes with Sentinel is for every run, whoever changes something else about its rule.
     file, _, line = rule.match_source.rpartition(":")
@@ -87,9 +87,9 @@ def lint_together(pack: Pack, builtin: Pack) -> list[Finding]:
     return found
 
 
-def _limits(rule: Rule) -> list[str]:
+def _limits(rule: Rule, detector: type[Any]) -> list[str]:
     """Say of absolute limits that no value, or every value, is past them."""
-    statistics = rule.statistics(known_detectors()[rule.detector].declares.statistics)
+    statistics = rule.statistics(detector.declares.statistics)
     above, below = _number(rule, "above"), _number(rule, "below")
     if rule.detector != "Threshold":
         above, below = (_number(rule, "threshold") if rule.detector == "AnomalyNan" else None), None

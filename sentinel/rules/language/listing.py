@@ -68,9 +68,10 @@ def check_packs(
     names: kind -> the names of a run. Globs that match none of them are lint; those of the packs that come with Sentinel,
     which are for every run, are not looked at.
     """
-    pack, problems = read_pack(paths, builtin=builtin)
+    detectors = known_detectors()
+    pack, problems = read_pack(paths, builtin=builtin, detectors=detectors)
     errors = tuple(_finding(problem) for problem in problems)
-    lint = [finding for rule in pack.rules for finding in lint_rule(rule, names)]
+    lint = [finding for rule in pack.rules for finding in lint_rule(rule, names, detectors)]
     lint += lint_together(pack, read_pack((), builtin=True)[0] if builtin else Pack(rules=()))
     lint.sort(key=lambda finding: (finding.file, finding.line))
     pack_hash = "" if errors else pack.pack_hash

@@ -17,6 +17,9 @@ from sentinel.rules.language.schema import Pack, Rule
 PACKS = Path(__file__).parents[1] / "packs"
 """The packs that come with Sentinel: `default`, and opt-in ones."""
 
+MAX_RULES = 2000
+"""Most rules of a pack: each has a watch of its own, which every step asks. The default pack has 50."""
+
 _Merged = tuple[dict[str, Located], dict[str, str], Draft]
 """Fields of a rule, the file of each, and the draft on top."""
 
@@ -64,27 +67,30 @@ def read_pack(
     """Return what `load_pack` returns and every problem, without raising for any of them."""
     reading = PackReading(detectors if detectors is not None else known_detectors(), references)
     default = PACKS / "default.yaml"
-    layers: list[list[Draft]] = []
+    layers: list[dict[str, Draft]] = []
     is_named = False
     for given in paths:
-        layer: list[Draft] = []
+        layer: dict[str, Draft] = {}
         for file in _files(given, reading):
             if file == default:
                 is_named = True  # It is below all others, wherever it was named.
                 continue
             drafts, leaves_out = _read_file(file, reading)
             builtin = builtin and not leaves_out
-            _add_all(layer, drafts, reading)
+            _add_all(layer, drafts.values(), reading)
         layers.append(layer)
     defaults, _ = _read_file(default, reading)
     if builtin or is_named:
         layers.insert(0, defaults)
-    below = {draft.name: _merge(None, draft) for draft in defaults}
+    below = {name: _merge(None, draft) for name, draft in defaults.items()}
     merged: dict[str, _Merged] = {}
     for layer in layers:
-        for draft in layer:
+        for draft in layer.values():
             is_change = "detector" not in draft.given
             merged[draft.name] = _merge(merged.get(draft.name) or (below.get(draft.name) if is_change else None), draft)
+    if len(merged) > MAX_RULES:
+        reading.complain(str(next(reversed(merged.values()))[2].file), 1, f"{_too_many(len(merged))} of all files")
+        return Pack(rules=()), reading.problems
     complete = (name for name, (given, _, _) in merged.items() if "detector" in given)
     reading.complete = list(dict.fromkeys([*below, *complete]))
     rules = [_build(given, files, draft, reading) for given, files, draft in merged.values()]
@@ -109,20 +115,20 @@ def _files(given: str | Path, reading: PackReading) -> list[Path]:
     return []
 
 
-def _read_file(file: Path, reading: PackReading) -> tuple[list[Draft], bool]:
-    """Return the rules of a file as drafts, and whether it leaves the default pack out."""
+def _read_file(file: Path, reading: PackReading) -> tuple[dict[str, Draft], bool]:
+    """Return the rules of a file as drafts by their names, and whether it leaves the default pack out."""
     name = str(file)
     try:
         document = read_document(file)
     except BrokenDocument as error:
         reading.complain(name, error.line, str(error))
-        return [], False
+        return {}, False
     if document is None or document.value is None:
         reading.complain(name, 1, 'empty file; expected "rules:" and a list of rules')
-        return [], False
+        return {}, False
     if not isinstance(document.value, dict):
         reading.complain(name, document.line, f'expected "rules:" and a list of rules, got {type_of(document.value)}')
-        return [], False
+        return {}, False
     unknown_keys(document.value, PACK_KEYS, "", name, reading)
     leaves_out = False
     if (builtin := document.value.get("builtin")) is not None:
@@ -133,11 +139,14 @@ def _read_file(file: Path, reading: PackReading) -> tuple[list[Draft], bool]:
     rules = document.value.get("rules")
     if rules is None:
         reading.complain(name, document.line, '"rules" is missing; expected a list of rules')
-        return [], leaves_out
+        return {}, leaves_out
     if not isinstance(rules.value, list):
         reading.complain(name, rules.where, f'"rules" must be a list, got {type_of(rules.value)}')
-        return [], leaves_out
-    drafts: list[Draft] = []
+        return {}, leaves_out
+    if len(rules.value) > MAX_RULES:
+        reading.complain(name, rules.where, _too_many(len(rules.value)))
+        return {}, leaves_out
+    drafts: dict[str, Draft] = {}
     for item in rules.value:
         draft = _draft(item, name, reading)
         if draft is not None:
@@ -145,13 +154,15 @@ def _read_file(file: Path, reading: PackReading) -> tuple[list[Draft], bool]:
     return drafts, leaves_out
 
 
-def _add_all(layer: list[Draft], drafts: Iterable[Draft], reading: PackReading) -> None:
-    """Append drafts, refusing a name that this file or directory has already."""
+def _too_many(num_rules: int) -> str:
+    return f"expected at most {MAX_RULES} rules (a rule may match many tensors by a glob), got {num_rules}"
+
+
+def _add_all(layer: dict[str, Draft], drafts: Iterable[Draft], reading: PackReading) -> None:
+    """Add drafts by their names, refusing a name that this file or directory has already."""
     for draft in drafts:
-        first = next((other for other in layer if other.name == draft.name), None)
-        if first is None:
-            layer.append(draft)
-        else:
+        first = layer.setdefault(draft.name, draft)
+        if first is not draft:
             what = f'rule "{draft.name}" is there twice, first at {first.file}:{first.line}'
             reading.complain(draft.file, draft.line, what)
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.detect import DETECTORS, Declaration, Scores
+from sentinel.detect import DETECTORS, Declaration, Scores, known_detectors
 from sentinel.errors import RuleError
 from sentinel.record import KIND_LABELS
+from sentinel.rules.language import listing, loader
 from sentinel.rules.language.listing import check_packs, list_detectors, list_rules
 from sentinel.rules.language.loader import builtin_packs, load_pack, read_pack
 from sentinel.rules.language.schema import Match
@@ -343,3 +344,29 @@ def test_numbers_with_exponents_and_merged_mappings_are_what_they_look_like(tmp_
 
     assert [rule.args for rule in pack.rules] == [{"above": 1e6}] * 2
     assert [(rule.name, rule.severity.value) for rule in pack.rules] == [("a", "warning"), ("b", "critical")]
+
+
+def test_a_pack_of_too_many_rules_is_refused_in_words_and_the_most_are_read(tmp_path, monkeypatch):
+    def pack_of(name, num_rules):
+        lines = [f"- {{name: {name}{at}, detector: AnomalyNan, match: {{kind: '*'}}}}" for at in range(num_rules)]
+        path = tmp_path / f"{name}.yaml"
+        path.write_text("builtin: false\nrules:\n" + "\n".join(lines) + "\n")
+        return path
+
+    assert loader.MAX_RULES == 2000
+    monkeypatch.setattr(loader, "MAX_RULES", 20)
+    most = pack_of("most", 20)
+
+    assert len(load_pack([most]).rules) == 20
+    with pytest.raises(RuleError, match=r"more\.yaml:2: expected at most 20 rules .*got 21$"):
+        load_pack([pack_of("more", 21)])
+    with pytest.raises(RuleError, match=r"expected at most 20 rules .*got 21 of all files"):
+        load_pack([most, pack_of("one", 1)])
+
+
+def test_what_detectors_there_are_is_found_out_once_a_check(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(listing, "known_detectors", lambda: asked.append(1) or known_detectors())
+
+    assert check_packs(["default"]).num_rules > 10
+    assert len(asked) == 1
