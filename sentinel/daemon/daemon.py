@@ -17,6 +17,7 @@ import msgspec
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config_in_force import ConfigInForce
+from sentinel.daemon.disk_watch import DiskWatch
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.server import HttpServer
@@ -120,6 +121,7 @@ class Daemon:
         self.api.links = _links(options.config)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
+        self._disks = DiskWatch(lambda: {name: run.status.slow_disk for name, run in list(self._runs.items())})
 
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit code: 1 where a run that is over was not judged to its end."""
@@ -166,6 +168,7 @@ class Daemon:
             log.info("serving %s on %s", self._options.directory, self._http.url)
         self._announce()
         self._outside_packages.start()
+        self._disks.start()
 
     def _heartbeat(self, daemon_config: DaemonConfig) -> HeartbeatSender | None:
         config, notify = daemon_config.heartbeat, daemon_config.notify
@@ -413,6 +416,7 @@ class Daemon:
             self.api.heartbeat.close()
         self._notifying.close()
         self._outside_packages.close()
+        self._disks.close()
         for run in self._runs.values():
             run.close()
 

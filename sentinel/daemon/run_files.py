@@ -13,7 +13,8 @@ from sentinel.report.files import AppendLog, LogPosition
 from sentinel.store.journal import Commit, Journal
 from sentinel.store.retention import RetentionConfig
 from sentinel.store.run_paths import RunPaths
-from sentinel.store.trouble import disk_trouble
+from sentinel.store.trouble import disk_trouble, room_words
+from sentinel.store.write_clock import WriteClock
 
 log = logging.getLogger("sentinel.serving")
 
@@ -31,16 +32,15 @@ class RunFiles:
     def __init__(self, paths: RunPaths, journal: Journal) -> None:
         self._name, self._journal = paths.name, journal
         self._anomalies, self._incidents = AppendLog(paths.anomalies), AppendLog(paths.incidents)
+        self.writes = WriteClock(str(paths.run_dir))
+        """How long its lines take to reach the disk."""
+        self.problems: list[str] = []
+        """Why lines cannot be written, in words; replaced, never changed."""
 
     @property
     def positions(self) -> FilePositions:
         """Where the next line goes."""
         return self._anomalies.position, self._incidents.position
-
-    @property
-    def problems(self) -> list[str]:
-        """Why lines cannot be written, in words."""
-        return [one.problem for one in (self._anomalies, self._incidents) if one.problem]
 
     @property
     def num_failures(self) -> int:
@@ -57,11 +57,15 @@ class RunFiles:
         anomalies, incidents = since or (None, None)
         self._complete_anomalies(anomalies)
         self._complete_incidents(incidents)
+        self._note_problems()
 
     def append(self, commit: Commit) -> None:
         """Append what a commit brought, once the journal has it."""
-        self._anomalies.append(one.body for _, one in commit.anomalies)
-        self._incidents.append(one.body for _, one in commit.incidents)
+        if commit.anomalies or commit.incidents:
+            with self.writes.writing():
+                self._anomalies.append(one.body for _, one in commit.anomalies)
+                self._incidents.append(one.body for _, one in commit.incidents)
+            self._note_problems()
 
     def mend(self) -> None:
         """Try again what the disk did not take."""
@@ -72,6 +76,8 @@ class RunFiles:
         for lines in (self._anomalies, self._incidents):
             if lines.num_pending:
                 lines.retry()
+        if self.problems:
+            self._note_problems()
 
     def prune(self, config: RetentionConfig, now: float, evidence: Set[str], before: int) -> None:
         """Delete the oldest files of anomalies, down to the first that has evidence. before: files from this number on stay.
@@ -98,13 +104,20 @@ class RunFiles:
 
     def sync(self) -> None:
         """Have all that was appended on the disk."""
-        self._anomalies.sync()
-        self._incidents.sync()
+        with self.writes.writing():
+            self._anomalies.sync()
+            self._incidents.sync()
+        self._note_problems()
 
     def close(self) -> None:
         """Close the files. What was written stays."""
         self._anomalies.close()
         self._incidents.close()
+
+    def _note_problems(self) -> None:
+        # Here, in the loop: a disk that does not even say how full it is must not keep those waiting who ask.
+        logs = (self._anomalies, self._incidents)
+        self.problems = [one.problem + room_words(one.path) for one in logs if one.problem]
 
     @property
     def _num_written(self) -> int:

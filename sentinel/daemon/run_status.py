@@ -17,6 +17,7 @@ from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.stages import RunStages
 from sentinel.report.metrics import RunMetrics
 from sentinel.store.run_paths import RunPaths
+from sentinel.store.write_clock import WriteClock
 
 
 class RunStatus:
@@ -32,7 +33,10 @@ class RunStatus:
         files: RunFiles,
         acknowledgement: Acknowledgement,
         spool_watch: SpoolWatch,
+        journal_writes: WriteClock,
     ) -> None:
+        self.writes = (journal_writes, files.writes)
+        """How long writes take: of the journal, and of the files."""
         self._paths, self._gauges, self._notices, self._commits = paths, gauges, notices, commits
         self._commanding, self._files = commanding, files
         self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
@@ -70,7 +74,12 @@ class RunStatus:
             self._acknowledgement.problem, self._spool_watch.problem, *self._files.problems, self._commanding.problem,
             self._commanding.config_problem,
         )  # fmt: skip
-        return [*self._notices.problems, *filter(None, others)]
+        return [*self._notices.problems, *filter(None, (*others, self.slow_disk))]
+
+    @property
+    def slow_disk(self) -> str:
+        """That a disk of the run answers slowly, in words, also while it does not answer; empty: it answers in time."""
+        return next((one.problem for one in self.writes if one.problem), "")
 
     def describe(self) -> dict[str, Any]:
         """Return what `/api/v1/runs` says of the run."""

@@ -98,7 +98,7 @@ class ServedRun:
                 )
                 self.status = RunStatus(
                     paths, self._gauges, self._notices, self._commits, self.commanding, self._files, acknowledgement,
-                    self._spool_watch,
+                    self._spool_watch, self.journal.writes,
                 )  # fmt: skip
                 self._stages = self._restored(config)
                 opened.callback(self._stages.watch.close)

@@ -148,7 +148,8 @@ class AppendLog:
         except OSError as error:
             self.num_failures += 1
             reason = error.strerror or str(error)
-            self.problem = f"{self.file(self._position.index)}: {reason}; {len(self._pending)} lines wait"
+            waiting = f"{len(self._pending)} lines wait, {self._pending_bytes / 1024:,.1f} KiB"
+            self.problem = f"{self.file(self._position.index)}: {reason}; {waiting}"
             # A descriptor that failed may stay bad (a file system mounted read-only and back); open anew next time.
             self._close_file()
             return False

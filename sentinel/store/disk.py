@@ -55,6 +55,14 @@ def refuse_network(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -
         )
 
 
+def mount_point(path: Path) -> Path:
+    """Return where the file system of a path, or of its nearest parent that exists, is mounted."""
+    found = nearest(path)
+    while not found.is_mount() and found != found.parent:
+        found = found.parent
+    return found
+
+
 def nearest(path: Path) -> Path:
     """Return the real path of the nearest parent of `path` that exists, itself included."""
     real = Path(os.path.realpath(path))

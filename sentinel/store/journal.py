@@ -59,6 +59,8 @@ class Journal:
         self.audit = Audit(self._file)
         self.values = RunValues(self._file)
         self.cut = JournalCut(self._file)
+        self.writes = self._file.writes
+        """How long its transactions take to reach the disk."""
         self._last_seq = int(self._file.one("SELECT coalesce(max(seq), 0) FROM decisions"))
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from sentinel.errors import StoreError
 from sentinel.private_files import create_file, make_directory
 from sentinel.store.disk import refuse_network
 from sentinel.store.trouble import journal_trouble
+from sentinel.store.write_clock import WriteClock
 
 SCHEMA_VERSION = 1
 
@@ -52,6 +53,7 @@ class JournalFile:
         """StoreError: as of `Journal`."""
         self.path = path
         self.mutex = threading.RLock()
+        self.writes = WriteClock(str(path.parent))
         refuse_network(path)
         if read_only and not path.exists():
             raise StoreError(f"{path}: expected a journal, got nothing; has a daemon judged this run?")
@@ -75,7 +77,8 @@ class JournalFile:
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
-            self.db.execute("COMMIT")
+            with self.writes.writing():
+                self.db.execute("COMMIT")
         except BaseException:
             # A full disk may have ended the transaction already, or left it open under a COMMIT that failed.
             if self.db.in_transaction:

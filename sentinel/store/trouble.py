@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from sentinel.errors import StoreError
-from sentinel.store.disk import nearest
+from sentinel.store.disk import mount_point, nearest
 
 PROBE_BYTES = 65536
 """Bytes written to find out why SQLite could not write: more than the 32 KiB of shared memory it needs beside a journal."""
@@ -66,7 +66,10 @@ def _words(path: Path, error: sqlite3.Error | OSError, read_only: bool) -> str:
 def _of_system(path: Path, error: OSError) -> str:
     why = error.strerror or str(error)
     if error.errno in _ROOM:
-        return f"no room is left on its disk ({why}); free some, or give --state-dir DIR elsewhere; what was written is safe"
+        said = f"{why}{room_words(path)}"
+        return (
+            f"no room is left on its disk ({said}); free some, or give --state-dir DIR elsewhere; what was written is safe"
+        )
     if error.errno == errno.EROFS:
         return f"its file system is read-only ({why}); mount it for writing, or give --state-dir DIR elsewhere"
     if error.errno in _RIGHTS:
@@ -77,6 +80,16 @@ def _of_system(path: Path, error: OSError) -> str:
         return f"too many files are open ({why}); raise the limit (ulimit -n), or serve fewer runs"
     where = f"{error.filename}: " if error.filename and str(error.filename) != str(path) else ""
     return f"it could not be opened ({where}{why}); check the path, or give another --state-dir"
+
+
+def room_words(path: Path) -> str:
+    """Return which disk a path is on and how much of it is free, to stand behind something else; empty: not known."""
+    try:
+        stat = os.statvfs(nearest(path))
+    except OSError:
+        return ""
+    free, total = (count * stat.f_frsize / 2**20 for count in (stat.f_bavail, stat.f_blocks))
+    return f"; {mount_point(path)}: {free:,.1f} of {total:,.0f} MiB are free" if total else ""
 
 
 def _probe(path: Path) -> OSError | None:

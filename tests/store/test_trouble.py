@@ -43,7 +43,7 @@ def sqlite_error(name: str) -> sqlite3.Error:
         (sqlite_error("SQLITE_CANTOPEN"), errno.EMFILE, "too many files are open"),
         (sqlite_error("SQLITE_BUSY"), None, "another process holds it"),
         (sqlite_error("SQLITE_PROTOCOL"), None, "SQLite could not use it: what SQLite says (SQLITE_PROTOCOL)"),
-        (OSError(errno.ENOSPC, "No space left on device"), None, "no room is left on its disk (No space left on device)"),
+        (OSError(errno.ENOSPC, "No space left on device"), None, "no room is left on its disk (No space left on device; "),
         (OSError(errno.ENAMETOOLONG, "File name too long"), None, "it could not be opened (File name too long)"),
     ],
 )  # fmt: skip
