@@ -383,6 +383,8 @@ class Daemon:
         """Judge and tell what is left; return whether every run that is over was judged to its end."""
         is_owned, is_complete = self._options.is_owned, True
         self._systemd.stopping()
+        # A command that failed at once left its run less than a discovery ago.
+        self._discover(time.time())
         self.api.is_stopping = True
         deadline = time.monotonic() + self._options.drain_s
         while self._turn() and time.monotonic() < deadline:

@@ -64,6 +64,16 @@ def url(directory: Path) -> str:
     return str(wait_for(lambda: path.exists() and json.loads(path.read_text())["url"]))
 
 
+def test_a_run_that_began_just_before_the_end_is_judged_too(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sentinel.daemon.daemon.DISCOVER_S", 1e9)
+        with daemon(tmp_path) as one:
+            wait_for(one.api.is_ready)
+            write_run(tmp_path / "late")
+
+    assert run_status(tmp_path / "late")["step"] == 2
+
+
 @pytest.mark.parametrize("name", [b"a\nb", b"not-utf8-\xff", b"red\x1b[31m"])
 def test_a_run_with_an_unprintable_name_is_refused_and_hides_no_other(tmp_path: Path, name: bytes) -> None:
     write_run(tmp_path / "good")
