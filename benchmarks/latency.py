@@ -26,8 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recording import Recording
 
+# Each alarm by itself: a hundred of them in a minute would be held, and told as a digest.
 CONFIG = """\
 notify:
+  hold_s: {{critical: 0}}
+  digest: {{window_s: 0.001}}
   sinks:
     - {{type: webhook, name: webhook, url: "{url}/webhook", rate_per_s: 1000}}
     - {{type: alertmanager, name: alertmanager, urls: ["{url}/am"]}}

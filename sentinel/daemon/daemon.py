@@ -296,7 +296,7 @@ class Daemon:
             self._runs[name] = run
             self._notifying.outboxes.join(run.journal.outbox)
             # Whoever served it may have been gone for long: what is open is said again at once.
-            self._notifying.notifier.restore(run.open_alerts(self._config.config.notify.routes()))
+            self._notifying.notifier.wake()
         self._announce()
 
     def _stand_by(self, name: str, who: str) -> None:
@@ -318,7 +318,7 @@ class Daemon:
     def _drop(self, name: str, problem: str) -> None:
         run = self._runs.pop(name)
         self._notifying.outboxes.leave(run.journal.outbox)
-        self._notifying.notifier.release(run.name)
+        self._notifying.notifier.wake()
         self._notes.release(run.name)
         run.close()
         self._refuse(name, problem, time.time())
@@ -357,8 +357,7 @@ class Daemon:
                 run.use(new)
             except SentinelError as error:
                 self._drop(name, str(error))
-        routes = new.notify.routes()
-        self._notifying.exchange(notifier, [alert for run in self._runs.values() for alert in run.open_alerts(routes)])
+        self._notifying.exchange(notifier)
         self.api.links = _links(new)
         heartbeat, self.api.heartbeat = self.api.heartbeat, heartbeat
         if heartbeat is not None:
@@ -399,10 +398,10 @@ class Daemon:
                 is_complete = False
                 what = f"run {name} was not judged to its end within {self._options.drain_s:g} s (--drain-s)"
                 log.error("%s; sentinel serve %s judges the rest", what, run.paths.run_dir)
-        self._notifying.notifier.wake()
+        self._notifying.notifier.hurry()
         waiting: Sequence[int] = ()
         while time.monotonic() < deadline:
-            waiting = [count for count in self._notifying.notifier.pending().values() if count]
+            waiting = [count for count in self._notifying.notifier.sendable().values() if count]
             if not waiting or self._notifying.notifier.problems():
                 break
             time.sleep(0.01)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sentinel.incident import Incident
-from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts
+from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts, topic
 from sentinel.report.alert_context import AlertContext
+from sentinel.report.stages.ledger import Told, thread_of, where_of
 from sentinel.store.journal import Journal
+from sentinel.store.outbox_table import ToldIncident
 
 MAX_INCIDENTS = 10_000
 """Newest incidents among which open ones are looked for after a restart; a bound on memory and on the time to start."""
 
 UNTOLD_FACT = "untold"
 """The journal's word for revisions that a repair made, of which nobody was notified: a JSON list of `Untold`."""
+
+TOLD_FACT = "told"
+"""The journal's word for that it notes what sinks were told: one of an earlier version, or one that was rebuilt, did not."""
 
 _INCIDENT = msgspec.json.Decoder(Incident)
 
@@ -47,6 +54,9 @@ class IncidentAlerts:
         self._context_of = context_of
         incidents = map(_INCIDENT.decode, journal.found.newest_incidents(MAX_INCIDENTS))
         self._open = {incident.id: incident for incident in incidents if incident.state == "open"}
+        if journal.values.get(TOLD_FACT) is None:
+            self._take_over()
+            journal.values.put(TOLD_FACT, "yes")
 
     def take(self, incident: Incident, now: float) -> list[Alert]:
         """Take in a new revision and return what is to be sent of it. now: seconds since the epoch."""
@@ -57,12 +67,6 @@ class IncidentAlerts:
             self._open.pop(incident.id, None)
         return alerts
 
-    def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]], now: float) -> list[Alert]:
-        """Return the open incidents that each sink has been sent."""
-        return [
-            alert for sink, route in routes for alert in open_alerts(self._open.values(), sink, route, now, self._context_of)
-        ]
-
     def untold(self, now: float) -> list[Alert]:
         """Return what is to be sent of the revisions that a repair made. now: seconds since the epoch."""
         made = _UNTOLD.decode(self._journal.values.get(UNTOLD_FACT) or "[]")
@@ -71,3 +75,18 @@ class IncidentAlerts:
     def have_told(self) -> None:
         """Forget the revisions that a repair made: what is to be sent of them is in the outbox."""
         self._journal.values.put(UNTOLD_FACT, "[]")
+
+    def _take_over(self) -> None:
+        """Note that sinks were told of what is open and waits no more in the outbox, as far as a repair did not make it."""
+        now, outbox = time.time(), self._journal.outbox
+        made = _UNTOLD.decode(self._journal.values.get(UNTOLD_FACT) or "[]")
+        known = self._open | {one.now.id: one.before for one in made}
+        known_before = [incident for incident in known.values() if incident is not None]
+        for sink, route in self.routes:
+            waiting = {row.key for row in outbox.waiting(topic(sink), math.inf, MAX_INCIDENTS)}
+            for alert in open_alerts(known_before, sink, route, now, self._context_of):
+                if alert.key not in waiting:
+                    where = where_of(alert)
+                    told = Told(alert=alert, thread=thread_of(where), first=alert.incident.time, last=now)
+                    row = ToldIncident(position=0, topic=topic(sink), incident=where[1], over=0.0, body=told.body)
+                    outbox.finish_delivery([], "sent", [row])

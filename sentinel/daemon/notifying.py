@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TextIO
 
 from sentinel.daemon.outboxes import Outboxes
-from sentinel.report.alert import Alert
 from sentinel.report.message_writer import OrdersOf, no_orders
-from sentinel.report.pipeline import Notifier, RetryPolicy
+from sentinel.report.pipeline import Notifier, RetryPolicy, Telling
 from sentinel.report.sinks.delivery import DeliveryNotes, NotesInMemory
 from sentinel.report.sinks.dry_run import DryRunSink
 from sentinel.report.sinks.sink_table import NotifyConfig, build_sinks
@@ -56,6 +55,10 @@ class Notifying:
             ),
             clock=time.time,
             rates={sink.name: getattr(sink, "rate_per_s", 10.0) for sink in config.sinks},
+            routes=config.routes(),
+            telling=Telling(
+                hold=config.hold_s, correlate=config.correlate, digest=config.digest, num_runs=self.outboxes.num_runs
+            ),
         )
 
     def start(self) -> None:
@@ -63,10 +66,9 @@ class Notifying:
         self._is_started = True
         self.notifier.start()
 
-    def exchange(self, notifier: Notifier, open_alerts: Sequence[Alert]) -> None:
-        """Have another notifier send from now on. open_alerts: what its sinks were sent of incidents that are open."""
+    def exchange(self, notifier: Notifier) -> None:
+        """Have another notifier send from now on; what its sinks were told, the outboxes know."""
         former, self.notifier = self.notifier, notifier
-        notifier.restore(open_alerts)
         if self._former is None:
             self._former = former
         self.turn()

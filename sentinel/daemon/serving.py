@@ -45,7 +45,6 @@ from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.judge.packs import RulePacks
 from sentinel.judge.snapshot import Snapshot
 from sentinel.messages import Ack
-from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.alert_context import AlertContext
 from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
@@ -176,10 +175,6 @@ class ServedRun:
     def take_alerts(self) -> bool:
         """Return whether alerts were committed since this was last asked."""
         return self._commits.take_alerts()
-
-    def open_alerts(self, routes: Sequence[tuple[str, RouteConfig]]) -> list[Alert]:
-        """Return the open incidents that each sink was notified of: what a keep-alive repeats after a restart."""
-        return self._alerts.open_alerts(routes, time.time())
 
     def context_of(self, incident: Incident) -> AlertContext:
         """Return what messages say of an incident beside its judgement. For any thread."""

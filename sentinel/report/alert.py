@@ -18,6 +18,17 @@ CHANGES: tuple[str, ...] = (
 """What may have happened to an incident that people may be notified of."""
 
 
+class AlikeRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs whose incidents are told as one, since they are alike and opened together."""
+
+    runs: tuple[str, ...]
+    """Their names, that of the alert's incident first; not all of many."""
+    num_runs: int
+    num_incidents: int
+    num_open: int
+    """Incidents that are not over."""
+
+
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """What one sink is sent about one revision of one incident."""
 
@@ -36,6 +47,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch of the judgement."""
     context: AlertContext = AlertContext()
     """What a message says of the incident beside its judgement."""
+    alike: AlikeRuns | None = None
+    """The runs that the alert is about; None: that of its incident alone."""
     repeated: bool = False
     """The sink may have received this before: a crash or a lost answer lies between two tries."""
 

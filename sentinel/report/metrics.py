@@ -17,7 +17,7 @@ COMMAND_STATES: tuple[str, ...] = (
 )  # fmt: skip
 EDIT_OUTCOMES: tuple[str, ...] = ("ordered", "broken", "given_up", "unreadable")
 OUTCOMES: tuple[str, ...] = (
-    "sent", "repeated", "digested", "retried", "failed", "expired", "superseded", "dropped",
+    "sent", "repeated", "digested", "correlated", "retried", "failed", "expired", "superseded", "dropped", "brief",
 )  # fmt: skip
 """What became of a notification; `report.pipeline` says what each means."""
 FRAME_FAULTS: tuple[str, ...] = ("torn", "corrupt", "foreign")

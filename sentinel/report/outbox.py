@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -28,13 +28,47 @@ class WaitingAlert(Protocol):
         ...
 
     @property
-    def tries(self) -> int:
-        """Deliveries begun so far. Above 0 on a row this process never tried: a crash lies in between."""
+    def delivery(self) -> str:
+        """The delivery that was begun with it, and of which nobody knows whether it was received; empty: there is none."""
+        ...
+
+
+class ToldAlert(Protocol):
+    """What one sink was told of one incident."""
+
+    @property
+    def position(self) -> int:
+        """Position of a row of the incident's run."""
+        ...
+
+    @property
+    def topic(self) -> str:
+        """The sink's queue."""
+        ...
+
+    @property
+    def incident(self) -> str:
+        """Id of the incident."""
+        ...
+
+    @property
+    def over(self) -> float:
+        """Seconds since the epoch when the sink was told its end; 0.0: it is open."""
+        ...
+
+    @property
+    def body(self) -> bytes:
+        """JSON of a `stages.ledger.Told`."""
         ...
 
 
 class Outbox(Protocol):
     """A durable queue by topic, safe to use from several threads. `store.outbox_table.OutboxTable` is one."""
+
+    @property
+    def generation(self) -> int:
+        """Changes when a run joins or leaves: what was told has to be read again."""
+        ...
 
     def waiting(self, topic: str, now: float, limit: int = 256) -> Sequence[WaitingAlert]:
         """Return rows of `topic` without an outcome that are due at `now`, oldest first."""
@@ -44,16 +78,24 @@ class Outbox(Protocol):
         """Return how many rows of `topic` have no outcome."""
         ...
 
-    def begin_delivery(self, positions: Sequence[int]) -> None:
-        """Count a try, durably, before the message leaves."""
+    def begin_delivery(self, deliveries: Mapping[int, str]) -> None:
+        """Note, durably and before the message leaves, which delivery each position is part of."""
         ...
 
-    def finish_delivery(self, positions: Sequence[int], outcome: str) -> None:
-        """Write the outcome: these rows are done for ever."""
+    def finish_delivery(self, positions: Sequence[int], outcome: str, told: Sequence[ToldAlert] = ()) -> None:
+        """Write the outcome, and what the sink knows now: these rows are done for ever."""
         ...
 
-    def postpone_delivery(self, positions: Sequence[int], due: float) -> None:
-        """Note that these are tried again from `due` on, seconds since the epoch."""
+    def postpone_delivery(self, positions: Sequence[int], due: float, *, is_unknown: bool = False) -> None:
+        """Note that these are tried again from `due` on, seconds since the epoch. is_unknown: they may be known already."""
+        ...
+
+    def told(self, topic: str) -> Sequence[bytes]:
+        """Return what the sink of a topic was told of each incident that it was told of."""
+        ...
+
+    def was_sent(self, message: str) -> bool:
+        """Return whether a row of a message has the outcome of one that was received."""
         ...
 
 
@@ -64,8 +106,8 @@ class MemoryRow(msgspec.Struct, kw_only=True):
     key: str
     topic: str
     body: bytes
-    tries: int = 0
     due: float = 0.0
+    delivery: str = ""
     outcome: str = ""
 
 
@@ -91,9 +133,13 @@ class Postable(Protocol):
 class MemoryOutbox:
     """An outbox that dies with the process."""
 
+    generation = 0
+    """Never changes: runs neither join nor leave."""
+
     def __init__(self) -> None:
         self.rows: dict[int, MemoryRow] = {}
         self._keys: set[str] = set()
+        self._told: dict[tuple[str, str, str], bytes] = {}
         self._mutex = threading.Lock()
 
     def add(self, messages: Iterable[Postable]) -> None:
@@ -116,20 +162,38 @@ class MemoryOutbox:
         with self._mutex:
             return sum(row.topic == topic and not row.outcome for row in self.rows.values())
 
-    def begin_delivery(self, positions: Sequence[int]) -> None:
-        """Count a try."""
+    def begin_delivery(self, deliveries: Mapping[int, str]) -> None:
+        """Note which delivery each position is part of."""
         with self._mutex:
-            for position in positions:
-                self.rows[position].tries += 1
+            for position, delivery in deliveries.items():
+                self.rows[position].delivery = delivery
 
-    def finish_delivery(self, positions: Sequence[int], outcome: str) -> None:
-        """Write the outcome."""
+    def finish_delivery(self, positions: Sequence[int], outcome: str, told: Sequence[ToldAlert] = ()) -> None:
+        """Write the outcome, and what the sink knows now."""
         with self._mutex:
             for position in positions:
                 self.rows[position].outcome = outcome
+            for one in told:
+                self._told[one.topic, one.incident, self._run_of(one.position)] = one.body
 
-    def postpone_delivery(self, positions: Sequence[int], due: float) -> None:
+    def postpone_delivery(self, positions: Sequence[int], due: float, *, is_unknown: bool = False) -> None:
         """Note the next try."""
         with self._mutex:
             for position in positions:
-                self.rows[position].due = due
+                row = self.rows[position]
+                row.due, row.delivery = due, row.delivery if is_unknown else ""
+
+    def told(self, topic: str) -> list[bytes]:
+        """Return what the sink was told."""
+        with self._mutex:
+            return [body for (of, _, _), body in self._told.items() if of == topic]
+
+    def was_sent(self, message: str) -> bool:
+        """Return whether a message was received as a whole, though not all of its rows say so."""
+        with self._mutex:
+            outcomes = {row.outcome for row in self.rows.values() if row.delivery.startswith(f"{message}\n")}
+            return not outcomes.isdisjoint({"sent", "repeated", "digested", "correlated"})
+
+    def _run_of(self, position: int) -> str:
+        # The key of an alert is `<sink>:<run>:<incident>:<revision>`.
+        return self.rows[position].key.rsplit(":", 2)[0]

@@ -1,49 +1,58 @@
 """From the outbox to people: plain stages a sink, each in a thread of its own, never in the way of judging.
 
-    waiting rows -> expire -> supersede (one message an incident) -> bound -> group (one, or a digest when it storms)
-                 -> rate-limit -> send -> done, or again later
+    waiting rows -> deduplicate (the newest word on an incident) -> silence, maintenance, hours, inhibit (what may not be
+    told now) -> ends (whoever was told) -> correlate (alike in several runs: one message) -> expire, bound -> hold -> digest
+    (one, or a storm's at once) -> rate-limit -> send -> done, or again later
 
-The outbox is durable and the rows are committed with the judgement, so nothing is lost by a crash. A row is counted as
-begun before its request leaves: after kill -9 a sink without an idempotency key may receive one repeat, marked `repeated`.
+The outbox is durable and the rows are committed with the judgement, so nothing is lost by a crash. Which rows a request is
+about is written down before it leaves: after kill -9 the same message is sent once more under the same key, marked
+`repeated`, and what is newer follows it as another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from sentinel.errors import MALFORMED
-from sentinel.report.alert import Alert, topic
+from sentinel.report.alert import Alert, RouteConfig, topic
 from sentinel.report.durations import DurationCounts
-from sentinel.report.message import worst_first
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
 from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink, checked
+from sentinel.report.stages.bounds import Bound, Expire
+from sentinel.report.stages.correlate import Correlate, CorrelateConfig, together
+from sentinel.report.stages.deduplicate import Deduplicate, Ends
+from sentinel.report.stages.digest import ALONE_AFTER, Digest, DigestConfig
+from sentinel.report.stages.hold import Hold, HoldConfig
+from sentinel.report.stages.ledger import Ledger, Told
+from sentinel.report.stages.pending import Pending, Stage, Turn
+from sentinel.report.stages.rate_limit import RateLimit, TokenBucket
 
 FOREVER = 1e12
 """A time that lies behind every due time, seconds since the epoch."""
 READ_LIMIT = 5000
 """Most rows taken from the outbox at once; a bound on memory."""
-BURST = 3
-"""Messages that a sink may be sent at once after a quiet time. Too small: a fault's second message waits; too large: the
-server refuses them (Slack allows short bursts of one a second)."""
+
+PAUSE_PER_TURN = 10.0
+"""Times that a look at what waits has cost, for which nobody looks again: a tenth of a core at most."""
+MAX_PAUSE_S = 0.25
+"""Longest such pause: a page must not wait for it."""
 
 STUCK_AFTER_S = 60.0
 """Seconds after which a delivery under way is a problem of its sink: requests over HTTP are cut off long before."""
 
 LATENCY_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0)
 """Buckets of what passes between a judgement and a sink's answer: a quarter of a second is meant, an outage takes longer."""
-
-ALONE_AFTER = 3
-"""Failures after which a message is sent by itself. Too small: one outage breaks digests up; too large: a message that the
-server refuses holds back the others of its digest."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,55 +63,58 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     retry_s: float = 1.0
     max_retry_s: float = 60.0
     give_up_after_s: float = 86400.0
-    max_pending: int = 1000
+    max_pending: int = 5000
 
 
-class TokenBucket:
-    """Allows `rate_per_s` on average and `burst` at once. The clock is handed in and may be set back."""
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """What all sinks are told by: the policies of NotifyConfig, and what the daemon knows of now."""
 
-    def __init__(self, rate_per_s: float, burst: int = BURST) -> None:
-        self._rate_per_s = rate_per_s
-        self._burst = float(burst)
-        self._tokens = float(burst)
-        self._then: float | None = None
-
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until one may pass; 0: now."""
-        if self._then is not None:
-            self._tokens = min(self._burst, self._tokens + max(now - self._then, 0.0) * self._rate_per_s)
-        self._then = now
-        # An epsilon, because 1 s at 0.1 steps must be worth a whole token.
-        return 0.0 if self._tokens >= 1.0 - 1e-9 else (1.0 - self._tokens) / self._rate_per_s
-
-    def take(self) -> None:
-        """Let one pass."""
-        self._tokens -= 1.0
+    hold: HoldConfig = HoldConfig()
+    correlate: CorrelateConfig = CorrelateConfig()
+    digest: DigestConfig = DigestConfig()
+    num_runs: Callable[[], int] = lambda: 1
+    """How many runs are served now."""
 
 
-class Pending(msgspec.Struct, kw_only=True):
-    """One message to send, and the rows of the outbox that it settles."""
+@dataclass(frozen=True, kw_only=True)
+class _Settlement:
+    """Rows that are done, as the outbox is to write it down."""
 
-    alert: Alert
     positions: list[int]
-    """Its own row first."""
-    is_maybe_received: bool = False
-    num_failures: int = 0
+    outcome: str
+    told: list[_ToldRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ToldRow:
+    position: int
+    topic: str
+    incident: str
+    over: float
+    body: bytes
 
 
 class SinkWorker:
     """All stages of one sink. `turn` does what is due and returns when it wants the next turn; no thread, no clock.
 
-    rate_per_s: most requests a second on average. rng: spreads retries of many daemons.
+    rate_per_s: most requests a second on average. rng: spreads retries of many daemons. route: what the sink is sent.
     """
 
     def __init__(
-        self, outbox: Outbox, sink: Sink, policy: RetryPolicy, *, rate_per_s: float = 1.0, rng: random.Random
+        self,
+        outbox: Outbox,
+        sink: Sink,
+        policy: RetryPolicy,
+        *,
+        rate_per_s: float = 1.0,
+        rng: random.Random,
+        route: RouteConfig | None = None,
+        telling: Telling | None = None,
     ) -> None:
+        route, telling = route or RouteConfig(), telling or Telling()
         self.sink = sink
-        self._handed: SimpleQueue[Callable[[ResendingSink], None]] = SimpleQueue()
-        """What other threads want of a sink that resends; done by the thread that delivers."""
         self._resending = sink if isinstance(sink, ResendingSink) else None
-        """The sink, where it forgets what it was sent: what is open is sent again, and it takes no digests."""
+        """The sink, where it forgets what it was sent: what is open is sent again, and it groups by itself."""
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.problem = ""
         """Why the last request failed; empty after one that did not."""
@@ -115,162 +127,245 @@ class SinkWorker:
         self.num_requests = 0
         self.busy_since: float | None = None
         """When the delivery under way began, seconds since the epoch; None: there is none."""
+        self.is_hurried = False
+        """The daemon ends: nothing waits for more to come."""
         self._outbox = outbox
         self._policy = policy
-        self._bucket = TokenBucket(rate_per_s)
         self._rng = rng
         self._took_s = 0.0
         """Seconds that the newest request took."""
+        self._num_runs = telling.num_runs
+        self._ledger = Ledger()
+        self._generation: int | None = None
+        """Of the outbox, when the ledger was read from it."""
+        self._bucket = TokenBucket(rate_per_s)
+        self._deduplicate = Deduplicate(route)
+        self._expire = Expire(policy.give_up_after_s)
+        self._rate_limit = RateLimit(self._bucket)
+        self._digest = Digest(
+            telling.digest, after=sink.digest_after, max_batch=sink.max_batch, is_resending=self._resending is not None
+        )
+        # An Alertmanager groups incidents of several runs by itself, and needs each under its own labels.
+        correlate = telling.correlate if self._resending is None else CorrelateConfig(window_s=0.0)
+        self._stages: tuple[Stage, ...] = (
+            self._deduplicate,
+            Ends(route),
+            self._expire,
+            Bound(sink.name, policy.max_pending),
+            Correlate(correlate),
+            Hold(telling.hold, storm=sink.digest_after),
+            self._digest,
+            self._rate_limit,
+        )
+        self._last_sent = -math.inf
         self._num_failures_in_a_row = 0
         self._blocked_until = 0.0
         self._blocked_at = 0.0
         self._failures: dict[int, int] = {}
-        self._known_tries: dict[int, int] = {}
-        """Position -> tries begun by this process that the sink certainly did not receive."""
-        self._unfinished: dict[int, str] = {}
-        """Position -> outcome that the outbox could not yet write down: never sent again meanwhile."""
+        """Position -> failures of messages that it was part of."""
+        self._alerts: dict[int, Alert] = {}
+        """Position -> what it says, of the rows that wait."""
+        self._begun: set[str] = set()
+        """Deliveries that this process began, and knows not to have been received as a whole."""
+        self._withheld: frozenset[int] = frozenset()
+        """Positions of what waits for people or for the calendar."""
+        self._unfinished: list[_Settlement] = []
+        """What the outbox could not yet write down: never sent again meanwhile."""
 
     def turn(self, now: float) -> float | None:
         """Send what is due. Return the time of the next turn; None: when something new waits. Raises only what the
         outbox raises."""
         self._finish_unfinished()
-        self._take_handed()
+        self._learn()
         due = self._keep_alive(now)
         blocked = self._blocked(now)
         if blocked is not None:
             return _earlier(blocked, due)
-        pending = self._bound(self._supersede(self._expire(self._read(), now)))
-        if not pending:
-            return due
-        wait = self._bucket.wait_s(now)
-        if wait > 0:
-            return _earlier(now + wait, due)
-        batch = self._group(pending)
-        self._bucket.take()
+        turn = Turn(
+            now=now, ledger=self._ledger, num_runs=self._num_runs(), last_sent=self._last_sent, is_hurried=self.is_hurried
+        )
+        waiting = self._reconciled(self._read(), turn)
+        batch = self._next(waiting, turn)
+        for positions, outcome in turn.settled:
+            self._settle(positions, outcome)
+        self._finish_unfinished()
+        self._withheld = frozenset(turn.withheld)
+        if not batch:
+            return _earlier(due, turn.due)
         self._send(batch, now)
         due = self._keep_alive(now)  # What was sent just now may have to be repeated sooner than anything before.
-        is_more = len(batch) < len(pending) or bool(self._failures)
+        num_done = sum(len(one.positions) for one in batch) + sum(len(positions) for positions, _ in turn.settled)
+        is_more = num_done < len(waiting) or bool(self._failures)
         return _earlier(self._blocked(now) or now, due) if is_more else due
 
     def num_waiting(self) -> int:
         """Return how many rows of this sink have no outcome."""
-        return max(self._outbox.num_waiting(topic(self.sink.name)) - len(self._unfinished), 0)
+        num_unfinished = sum(len(one.positions) for one in self._unfinished)
+        return max(self._outbox.num_waiting(topic(self.sink.name)) - num_unfinished, 0)
 
-    def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Hand a sink that resends what is open in a run that is served from now on. Called from any thread."""
-        mine = [alert for alert in open_alerts if alert.sink == self.sink.name]
-        self._handed.put(lambda sink: sink.restore(mine))
+    def num_sendable(self) -> int:
+        """Return how many rows wait for this sink alone, and not for people or for the calendar."""
+        rows = self._outbox.waiting(topic(self.sink.name), FOREVER, READ_LIMIT)
+        done = {position for one in self._unfinished for position in one.positions}
+        return sum(row.position not in self._withheld and row.position not in done for row in rows)
 
-    def release(self, run: str) -> None:
-        """Have a sink that resends forget the alerts of a run that is served no more. Called from any thread."""
-        self._handed.put(lambda sink: sink.release(run))
+    # What waits.
 
-    # Stages, in order.
+    def _learn(self) -> None:
+        """Read what the sink was told, where runs joined or left; what is open in them is repeated, or no more."""
+        if self._generation == self._outbox.generation:
+            return
+        self._generation = self._outbox.generation
+        former = {alert.incident.run for alert in self._ledger.open_alerts()}
+        self._ledger.load(self._outbox.told(topic(self.sink.name)))
+        if self._resending is None:
+            return
+        standing = self._ledger.open_alerts()
+        for run in former - {alert.incident.run for alert in standing}:
+            self._resending.release(run)
+        new = [alert for alert in standing if alert.incident.run not in former]
+        if new:
+            self._resending.restore(new)
 
     def _read(self) -> list[Pending]:
         # Due times in the outbox are for people; asking without them keeps an older row from being overtaken.
         rows = self._outbox.waiting(topic(self.sink.name), FOREVER, READ_LIMIT)
         alive = {row.position for row in rows}
-        for memory in (self._failures, self._known_tries):
-            for position in [position for position in memory if position not in alive]:
-                del memory[position]
-        return [one for row in rows if row.position not in self._unfinished and (one := self._parse(row)) is not None]
+        self._failures = {position: number for position, number in self._failures.items() if position in alive}
+        self._alerts = {position: alert for position, alert in self._alerts.items() if position in alive}
+        done = {position for one in self._unfinished for position in one.positions}
+        return [one for row in rows if row.position not in done and (one := self._parse(row)) is not None]
 
     def _parse(self, row: WaitingAlert) -> Pending | None:
-        try:
-            alert = Alert.read(row.body)
-        except MALFORMED as error:
-            _log.error("sink %s: outbox row %d is no alert: %s", self.sink.name, row.position, error)
-            self._finish([row.position], "failed")
-            return None
+        alert = self._alerts.get(row.position)
+        if alert is None:
+            try:
+                alert = self._alerts[row.position] = Alert.read(row.body)
+            except MALFORMED as error:
+                _log.error("sink %s: outbox row %d is no alert: %s", self.sink.name, row.position, error)
+                self._settle([row.position], "failed")
+                return None
         return Pending(
             alert=alert,
             positions=[row.position],
-            is_maybe_received=row.tries > self._known_tries.get(row.position, 0),
+            since=alert.created,
+            delivery=row.delivery,
+            is_maybe_received=bool(row.delivery),
             num_failures=self._failures.get(row.position, 0),
         )
 
-    def _expire(self, pending: list[Pending], now: float) -> list[Pending]:
-        old = [one for one in pending if now - one.alert.created > self._policy.give_up_after_s]
-        if old:
-            self._finish([position for one in old for position in one.positions], "expired")
-        return [one for one in pending if now - one.alert.created <= self._policy.give_up_after_s]
+    # The next message.
 
-    def _supersede(self, pending: list[Pending]) -> list[Pending]:
-        # Only the newest word about an incident is worth sending, but it inherits what was due: a page stays a page,
-        # and labels that were sent must still be taken back.
-        newest: dict[tuple[str, str], Pending] = {}
-        for one in pending:
-            where = (one.alert.incident.run, one.alert.incident.id)
-            older = newest.pop(where, None)
-            if older is not None:
-                change = "opened" if older.alert.change == "opened" and not one.alert.is_closed else one.alert.change
-                one.alert = msgspec.structs.replace(
-                    one.alert,
-                    change=change,
-                    is_page=(one.alert.is_page or older.alert.is_page) and not one.alert.is_closed,
-                    was_severity=older.alert.was_severity,
-                    was_paged=older.alert.was_paged,
-                )
-                one.positions = one.positions + older.positions
-                one.is_maybe_received = one.is_maybe_received or older.is_maybe_received
-            newest[where] = one
-        return list(newest.values())
+    def _next(self, waiting: list[Pending], turn: Turn) -> list[Pending]:
+        """Return what the next message is made of: one that was begun and may have been received, or what the stages say."""
+        begun = self._begun_messages(waiting, turn)
+        fresh = [batch for batch in begun if batch[0].num_failures < ALONE_AFTER]
+        if fresh:
+            return self._rate_limit.apply(fresh[0], turn)
+        # Newer words on what was begun wait until it is known what became of that.
+        taken = {one.where for batch in begun for pending in batch for one in pending.incidents}
+        settled = {position for positions, _ in turn.settled for position in positions}
+        pending = [one for one in waiting if one.where not in taken and one.positions[0] not in settled]
+        for stage in self._stages:
+            pending = stage.apply(pending, turn)
+        stale = min(begun, key=lambda batch: batch[0].num_failures, default=[])
+        return pending or self._rate_limit.apply(stale, turn)
 
-    def _bound(self, pending: list[Pending]) -> list[Pending]:
-        excess = len(pending) - self._policy.max_pending
-        if excess <= 0:
-            return pending
-        dropped = sorted(pending, key=lambda one: (one.alert.is_page, one.positions[0]))[:excess]
-        self._finish([position for one in dropped for position in one.positions], "dropped")
-        _log.error("sink %s: %d alerts dropped, more than %d waited", self.sink.name, excess, self._policy.max_pending)
-        gone = {one.positions[0] for one in dropped}
-        return [one for one in pending if one.positions[0] not in gone]
+    def _begun_messages(self, waiting: list[Pending], turn: Turn) -> list[list[Pending]]:
+        """Return the messages whose request left and whose answer never came, as they were, the oldest first.
 
-    def _group(self, pending: list[Pending]) -> list[Pending]:
-        # What failed before goes last, so that one message which a sink cannot stomach holds up no other.
-        order = {alert.key: place for place, alert in enumerate(worst_first([one.alert for one in pending]))}
-        ready = sorted(pending, key=lambda one: (one.num_failures, order[one.alert.key]))
-        together = [one for one in ready if one.num_failures < ALONE_AFTER]
-        is_storm = 0 < self.sink.digest_after < len(together)
-        return together[: self.sink.max_batch] if is_storm else ready[:1]
+        One of several incidents that failed too often is none any more: each of them gets its own chance.
+        """
+        found = []
+        for parts in _by_message(waiting).values():
+            batch = self._expire.apply(self._rebuilt(parts, turn), turn)
+            if batch and (len(batch) == 1 or batch[0].num_failures < ALONE_AFTER):
+                found.append(batch)
+        return found
+
+    def _rebuilt(self, parts: list[Pending], turn: Turn) -> list[Pending]:
+        """Return a message as it was before its request left."""
+        threads: dict[str, list[Pending]] = {}
+        names = {one.where: _thread_of(one.delivery) for one in parts}
+        for one in self._deduplicate.apply(parts, turn):
+            one.thread = names[one.where]
+            threads.setdefault(one.thread, []).append(one)
+        batch = []
+        for name, ones in threads.items():
+            thread = self._ledger.thread(name)
+            is_alone = len(ones) == 1 and (thread is None or (ones[0].told is not None and len(thread.members) == 1))
+            batch.append(ones[0] if is_alone else together(ones, thread))
+        return batch
+
+    def _reconciled(self, waiting: list[Pending], turn: Turn) -> list[Pending]:
+        """Return what waits without what a crash left between the outboxes of two runs, where one of them says that the sink
+        received the message: it is settled."""
+        done: set[int] = set()
+        for message, parts in _by_message(waiting).items():
+            if message not in self._begun and self._outbox.was_sent(message):
+                batch = self._rebuilt(parts, turn)
+                self._take_received(batch, turn.now)
+                done.update(position for one in batch for position in one.positions)
+            self._begun.add(message)
+        return [one for one in waiting if one.positions[0] not in done]
 
     def _send(self, batch: list[Pending], now: float) -> None:
-        heads = [one.positions[0] for one in batch]
-        self._outbox.begin_delivery(heads)
+        positions = [position for one in batch for position in one.positions]
         alerts = [msgspec.structs.replace(one.alert, repeated=one.is_maybe_received) for one in batch]
+        message = message_key(alerts)
+        self._begun.add(message)
+        self._outbox.begin_delivery({at: f"{message}\n{one.thread}" for one in batch for at in one.positions})
+        self._bucket.take()
         delivery = self._deliver(alerts, now)
         if delivery.outcome == "sent":
             self.problem = ""
             self._num_failures_in_a_row = 0
             for one in batch:
                 self.latency.observe(now + self._took_s - one.alert.created)
-                is_digest = len(batch) > 1 and self._resending is None
-                outcome = "repeated" if one.is_maybe_received else "digested" if is_digest else "sent"
-                self._failures.pop(one.positions[0], None)
-                self._finish(one.positions[:1], outcome)
-                self._finish(one.positions[1:], "superseded")
+            self._last_sent = now
+            self._digest.note_sent(batch, now)
+            self._take_received(batch, now)
+            self._finish_unfinished()
             return
         self.problem = delivery.detail
-        if delivery.outcome == "failed" and len(batch) > 1:
-            # One of them may have spoilt it for all: each gets its own chance.
-            self.counts["retried"] += len(batch)
-            self._failures.update(dict.fromkeys(heads, ALONE_AFTER))
-            self._known_tries.update({one.positions[0]: self._known_tries.get(one.positions[0], 0) + 1 for one in batch})
-            return
-        if delivery.outcome == "failed":
+        is_unknown = delivery.is_unknown or any(one.is_maybe_received for one in batch)
+        if delivery.outcome == "failed" and len(batch) == 1:
             _log.error("sink %s: gave up %d alerts: %s", self.sink.name, len(batch), delivery.detail)
-            for position in heads:
-                self._failures.pop(position, None)
-            self._finish([position for one in batch for position in one.positions], "failed")
+            self._settle(positions, "failed")
+            self._finish_unfinished()
             return
         self.counts["retried"] += len(batch)
-        for position in heads:
+        if delivery.outcome == "failed":
+            # One of them may have spoilt it for all: each gets its own chance.
+            self._failures.update(dict.fromkeys(positions, ALONE_AFTER))
+            self._outbox.postpone_delivery(positions, now, is_unknown=is_unknown)
+            return
+        for position in positions:
             self._failures[position] = self._failures.get(position, 0) + 1
-            if not delivery.is_unknown:
-                self._known_tries[position] = self._known_tries.get(position, 0) + 1
         self._back_off(delivery, now)
-        self._outbox.postpone_delivery(heads, self._blocked_until)
+        self._outbox.postpone_delivery(positions, self._blocked_until, is_unknown=is_unknown)
+
+    def _take_received(self, batch: list[Pending], now: float) -> None:
+        """Write down what a message that the sink received settles, and what the sink knows now."""
+        is_digest = len(batch) > 1 and self._resending is None
+        for pending in batch:
+            outcome = "correlated" if pending.parts else "digested" if is_digest else "sent"
+            for one in pending.incidents:
+                said = "repeated" if one.is_maybe_received else outcome
+                self._settle(one.positions[:1], said, [self._noted(one, pending.thread, now)])
+                self._settle(one.positions[1:], "superseded")
+
+    def _noted(self, one: Pending, thread: str, now: float) -> _ToldRow:
+        former = self._ledger.get(one.where)
+        told = Told(alert=one.alert, thread=thread, first=former.first if former is not None else now, last=now)
+        self._ledger.note(told)
+        return _ToldRow(
+            position=one.positions[0],
+            topic=topic(self.sink.name),
+            incident=one.alert.incident.id,
+            over=now if told.is_over else 0.0,
+            body=told.body,
+        )
 
     def _deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         self.busy_since = now
@@ -285,12 +380,6 @@ class SinkWorker:
             self._took_s = time.monotonic() - begun
             self.sending_s += self._took_s
             self.num_requests += 1
-
-    def _take_handed(self) -> None:
-        while not self._handed.empty():
-            take = self._handed.get()
-            if self._resending is not None:
-                take(self._resending)
 
     def _keep_alive(self, now: float) -> float | None:
         if self._resending is None:
@@ -317,23 +406,46 @@ class SinkWorker:
         # A clock that was set back must not block for longer than was meant.
         return self._blocked_until if self._blocked_at <= now < self._blocked_until else None
 
-    def _finish(self, positions: Sequence[int], outcome: str) -> None:
+    def _settle(self, positions: list[int], outcome: str, told: Iterable[_ToldRow] = ()) -> None:
+        if not positions:
+            return
         self.counts[outcome] += len(positions)
-        self._unfinished.update(dict.fromkeys(positions, outcome))
-        self._finish_unfinished()
+        for position in positions:
+            self._failures.pop(position, None)
+        self._unfinished.append(_Settlement(positions=positions, outcome=outcome, told=list(told)))
 
     def _finish_unfinished(self) -> None:
-        for outcome in sorted(set(self._unfinished.values())):
-            positions = [position for position, one in self._unfinished.items() if one == outcome]
-            self._outbox.finish_delivery(positions, outcome)
-            for position in positions:
-                del self._unfinished[position]
+        while self._unfinished:
+            one = self._unfinished[0]
+            self._outbox.finish_delivery(one.positions, one.outcome, one.told)
+            del self._unfinished[0]
+
+
+def message_key(alerts: Sequence[Alert]) -> str:
+    """Return the key of one alert, or a hash that names exactly this set of alerts."""
+    if len(alerts) == 1:
+        return alerts[0].key
+    text = "\n".join(sorted(alert.key for alert in alerts))
+    return "digest:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _by_message(waiting: Iterable[Pending]) -> dict[str, list[Pending]]:
+    """Return the key of each message that was begun and may have been received -> the rows that it was about."""
+    found: dict[str, list[Pending]] = {}
+    for one in waiting:
+        if one.delivery:
+            found.setdefault(one.delivery.partition("\n")[0], []).append(one)
+    return found
+
+
+def _thread_of(delivery: str) -> str:
+    return delivery.partition("\n")[2]
 
 
 class Notifier:
     """A thread for each sink, so that one which hangs delays no other.
 
-    clock: seconds since the epoch. rates: sink's name -> most requests a second.
+    clock: seconds since the epoch. rates: sink's name -> most requests a second. routes: (sink's name, what it is sent).
     """
 
     def __init__(
@@ -345,16 +457,21 @@ class Notifier:
         clock: Callable[[], float],
         rates: dict[str, float] | None = None,
         rng: random.Random | None = None,
+        routes: Iterable[tuple[str, RouteConfig]] = (),
+        telling: Telling | None = None,
     ) -> None:
-        rng = rng or random.Random()
+        rng, by_sink = rng or random.Random(), dict(routes)
         self.workers = {
-            sink.name: SinkWorker(outbox, sink, policy, rate_per_s=(rates or {}).get(sink.name, 10.0), rng=rng)
+            sink.name: SinkWorker(
+                outbox, sink, policy, rate_per_s=(rates or {}).get(sink.name, 10.0), rng=rng,
+                route=by_sink.get(sink.name), telling=telling,
+            )
             for sink in sinks
-        }
+        }  # fmt: skip
         self._clock = clock
         self._wakes = {name: threading.Event() for name in self.workers}
         self._threads: list[threading.Thread] = []
-        self._is_closing = False
+        self._closing = threading.Event()
 
     def start(self) -> None:
         """Start the threads."""
@@ -363,25 +480,20 @@ class Notifier:
             thread.start()
             self._threads.append(thread)
 
-    def restore(self, open_alerts: Sequence[Alert]) -> None:
-        """Say what is open in a run that is served from now on, as `report.alert.open_alerts` has it."""
-        for worker in self.workers.values():
-            worker.restore(open_alerts)
-        self.wake()
-
-    def release(self, run: str) -> None:
-        """Say that a run is served no more: what is open there is another daemon's to repeat."""
-        for worker in self.workers.values():
-            worker.release(run)
-
     def wake(self) -> None:
         """Say that something new waits; called after each commit that put rows into the outbox. Never blocks."""
         for wake in self._wakes.values():
             wake.set()
 
+    def hurry(self) -> None:
+        """Have everything sent that waits for more to come: the daemon ends."""
+        for worker in self.workers.values():
+            worker.is_hurried = True
+        self.wake()
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop after the requests under way; True when every thread ended in time. What waits stays in the outbox."""
-        self._is_closing = True
+        self._closing.set()
         self.wake()
         for thread in self._threads:
             thread.join(timeout_s / max(len(self._threads), 1))
@@ -395,6 +507,10 @@ class Notifier:
         """Return sink -> alerts that wait: `MetricsSnapshot.notifications_pending`."""
         return {name: worker.num_waiting() for name, worker in self.workers.items()}
 
+    def sendable(self) -> dict[str, int]:
+        """Return sink -> alerts that wait for it alone, and not for people or for the calendar."""
+        return {name: worker.num_sendable() for name, worker in self.workers.items()}
+
     def problems(self) -> dict[str, str]:
         """Return sink -> why it cannot be reached, for those that cannot, or that have not come back from a delivery."""
         found = {name: worker.problem for name, worker in self.workers.items() if worker.problem}
@@ -407,18 +523,21 @@ class Notifier:
 
     def _run(self, name: str) -> None:
         worker, wake = self.workers[name], self._wakes[name]
-        while not self._is_closing:
+        while not self._closing.is_set():
             wake.clear()
-            now = self._clock()
+            now, begun = self._clock(), time.monotonic()
             try:
                 due = worker.turn(now)
             except Exception as error:  # The outbox's disk may be full: say so, and go on when it is not.
                 worker.problem = f"outbox: {error}"
                 _log.exception("sink %s: the outbox failed; next try in 5 s", name)
                 due = now + 5.0
+            # While a storm gathers, thousands wait, and each commit of the judge would have all of them looked at again.
+            self._closing.wait(min(PAUSE_PER_TURN * (time.monotonic() - begun), MAX_PAUSE_S))
             # A minute at most, so that a clock which jumps is noticed.
             wake.wait(60.0 if due is None else min(max(due - now, 0.0), 60.0))
 
 
-def _earlier(one: float, other: float | None) -> float:
-    return one if other is None else min(one, other)
+def _earlier(one: float | None, other: float | None) -> float | None:
+    known = [moment for moment in (one, other) if moment is not None]
+    return min(known, default=None)

@@ -55,7 +55,7 @@ class Journal:
         self.path = path
         self._file = JournalFile(path, read_only=read_only)
         self.found = Found(self._file)
-        self.outbox = OutboxTable(self._file)
+        self.outbox = OutboxTable(self._file, read_only=read_only)
         self.audit = Audit(self._file)
         self.values = RunValues(self._file)
         self.cut = JournalCut(self._file)

@@ -29,14 +29,16 @@ def test_rows_of_all_runs_are_one_queue(journals: list[Journal]) -> None:
         outboxes.join(journal.outbox)
 
     rows = outboxes.waiting("alert:x", 0.0)
-    outboxes.begin_delivery([row.position for row in rows[:4]])
+    outboxes.begin_delivery({row.position: f"m{number}" for number, row in enumerate(rows[:4])})
     outboxes.finish_delivery([rows[0].position, rows[5].position], "sent")
     outboxes.postpone_delivery([rows[1].position], 50.0)
 
     assert [row.key for row in rows] == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert len({row.position for row in rows}) == 6
     assert outboxes.num_waiting("alert:x") == 4
-    assert [(row.key, row.tries) for row in outboxes.waiting("alert:x", 0.0)] == [("a2", 1), ("b0", 1), ("b1", 0)]
+    assert [(row.key, row.tries, row.delivery) for row in outboxes.waiting("alert:x", 0.0)] == [
+        ("a2", 1, "m2"), ("b0", 1, "m3"), ("b1", 0, "")
+    ]  # fmt: skip
     assert [row.key for row in outboxes.waiting("alert:x", 50.0, limit=1)] == ["a1"]
     assert [row.key for row in journals[1].outbox.waiting("alert:x", 0.0)] == ["b0", "b1"]
 

@@ -541,7 +541,6 @@ def test_alerts_are_queued_once_with_the_verdict(tmp_path: Path) -> None:
     catch_up(run)
 
     assert run.take_alerts()
-    assert len(run.open_alerts(config.notify.routes())) == 1
     abandon(run)
     judge_run(tmp_path / "run", config)
     alerts = [key for topic, key in queued(tmp_path / "run") if topic == "alert:hook"]

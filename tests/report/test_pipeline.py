@@ -1,83 +1,18 @@
 import itertools
-import random
 
+import msgspec
 import pytest
 
 from sentinel.anomaly import Severity
-from sentinel.report.alert import RouteConfig, alerts_for, open_alerts
+from sentinel.report.alert import alerts_for
 from sentinel.report.outbox import MemoryOutbox
-from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker, TokenBucket
+from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sample_alert import sample_alert
 from sentinel.report.sinks.delivery import SENT, Delivery
+from sentinel.report.stages.rate_limit import TokenBucket
 
 from ..support.anomalies import an_incident
-
-ROUTES = [("fake", RouteConfig())]
-LATER = Delivery(outcome="retry", detail="HTTP 500")
-LOST = Delivery(outcome="retry", detail="no answer", is_unknown=True)
-NEVER = Delivery(outcome="failed", detail="HTTP 404")
-
-
-class FakeSink:
-    name = "fake"
-    max_batch = 100
-
-    def __init__(self, answers=(), digest_after=0):
-        self.answers = list(answers)
-        self.digest_after = digest_after
-        self.received = []
-
-    def deliver(self, alerts, now):
-        self.received.append(list(alerts))
-        answer = self.answers.pop(0) if self.answers else SENT
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-
-class FakeResendingSink(FakeSink):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.open_alerts = []
-
-    def restore(self, open_alerts):
-        self.open_alerts += open_alerts
-
-    def release(self, run):
-        self.open_alerts = [alert for alert in self.open_alerts if alert.incident.run != run]
-
-    def keep_alive(self, now):
-        return None, now + 60.0
-
-
-class Bench:
-    """A worker, its outbox, and a clock that jumps to when the worker wants its next turn."""
-
-    def __init__(self, sink, outbox=None, rate_per_s=1000.0, **policy):
-        self.sink = sink
-        self.outbox = outbox or MemoryOutbox()
-        self.worker = SinkWorker(self.outbox, sink, RetryPolicy(**policy), rate_per_s=rate_per_s, rng=random.Random(0))
-        self.now = 1000.0
-
-    def add(self, before, after):
-        self.outbox.add(alerts_for(before, after, ROUTES, self.now))
-
-    def turn(self):
-        return self.worker.turn(self.now)
-
-    def run(self, max_turns=1000):
-        for _ in range(max_turns):
-            due = self.turn()
-            if due is None:
-                return
-            self.now = max(due, self.now)
-        raise AssertionError("never done")
-
-    def outcomes(self):
-        return [row.outcome for row in self.outbox.rows.values()]
-
-    def received(self):
-        return [[(alert.incident.id, alert.change) for alert in alerts] for alerts in self.sink.received]
+from ..support.sink_bench import AT_ONCE, LATER, LOST, NEVER, ROUTES, Bench, FakeResendingSink, FakeSink
 
 
 def test_an_alert_is_sent_once():
@@ -280,10 +215,10 @@ def test_an_outcome_the_disk_refused_is_not_a_second_message():
     class Flaky(MemoryOutbox):
         is_full = True
 
-        def finish_delivery(self, positions, outcome):
+        def finish_delivery(self, positions, outcome, told=()):
             if self.is_full:
                 raise OSError("disk full")
-            super().finish_delivery(positions, outcome)
+            super().finish_delivery(positions, outcome, told)
 
     bench = Bench(FakeSink(), Flaky())
     bench.add(None, an_incident())
@@ -321,21 +256,29 @@ def test_a_clock_set_back_does_not_silence_a_sink():
 
 
 def test_sinks_that_resend_are_told_what_is_open_in_a_run_as_long_as_it_is_served():
-    sink = FakeResendingSink()
-    bench = Bench(sink)
+    class Runs(MemoryOutbox):
+        served = ("r", "s")
 
-    def open_after(tell):
-        tell()
-        bench.turn()
-        return [(alert.incident.run, alert.incident.id) for alert in sink.open_alerts]
+        def told(self, topic):
+            bodies = super().told(topic)
+            return [body for body in bodies if msgspec.json.decode(body)["alert"]["incident"]["run"] in self.served]
 
+    before = Bench(FakeResendingSink(digest_after=1), Runs())
     for run in ("r", "s"):
-        told = open_alerts([an_incident(run=run)], "fake", RouteConfig(), 1.0)
-        others = open_alerts([an_incident(run=run)], "other", RouteConfig(), 1.0)
-        found = open_after(lambda told=told, others=others: bench.worker.restore([*told, *others]))
-    assert found == [("r", "i1"), ("s", "i1")]
-    assert open_after(lambda: bench.worker.release("r")) == [("s", "i1")]
-    assert sink.received == [], "nobody hears of it as news"
+        before.add(None, an_incident(run=run))
+    before.add(None, an_incident(2))
+    before.turn()
+    before.add(an_incident(2), an_incident(2, revision=2, state="resolved"))
+    before.turn()
+
+    after = Bench(FakeResendingSink(), before.outbox)
+    found = []
+    for after.outbox.generation, after.outbox.served in enumerate((("r",), ("r", "s"), ("s",)), 1):
+        after.turn()
+        found.append([(alert.incident.run, alert.incident.id) for alert in after.sink.open_alerts])
+
+    assert found == [[("r", "i1")], [("r", "i1"), ("s", "i1")], [("s", "i1")]]
+    assert after.sink.received == [], "nobody hears of it as news"
 
 
 def test_what_was_sent_is_repeated_in_time_though_nothing_new_comes():
@@ -377,7 +320,7 @@ def test_a_delivery_that_does_not_come_back_is_told_while_it_lasts():
             return SENT
 
     notified, clock = [], [1000.0]
-    notifier = Notifier(MemoryOutbox(), [Stuck()], RetryPolicy(), clock=lambda: clock[0])
+    notifier = Notifier(MemoryOutbox(), [Stuck()], RetryPolicy(), clock=lambda: clock[0], telling=AT_ONCE)
     worker = notifier.workers["fake"]
     worker._outbox.add(alerts_for(None, an_incident(), ROUTES, 1000.0))
 
@@ -404,7 +347,7 @@ def test_a_keep_alive_that_works_again_ends_the_problem():
 
 def test_threads_send_what_was_queued_and_end_when_told():
     outbox, sink = MemoryOutbox(), FakeSink()
-    notifier = Notifier(outbox, [sink], RetryPolicy(), clock=lambda: 5.0)
+    notifier = Notifier(outbox, [sink], RetryPolicy(), clock=lambda: 5.0, telling=AT_ONCE)
     notifier.start()
 
     outbox.add([sample_alert("fake", 5.0)])

@@ -86,7 +86,7 @@ def test_a_delivery_begun_before_a_crash_is_known_afterwards(journal: Journal) -
     journal.commit(Commit(judged=1, outbox=[Outgoing(key="a", topic="alert:slack", body=b"{}")]))
     [row] = journal.outbox.waiting("alert:slack", now=0.0)
 
-    journal.outbox.begin_delivery([row.position])
+    journal.outbox.begin_delivery({row.position: "m"})
     journal.close()
     reopened = Journal(journal.path)
 
@@ -232,7 +232,7 @@ def test_several_threads_share_a_journal(journal: Journal) -> None:
 
     def deliver() -> None:
         for row in journal.outbox.waiting("t", 0.0):
-            journal.outbox.begin_delivery([row.position])
+            journal.outbox.begin_delivery({row.position: "m"})
             journal.outbox.finish_delivery([row.position], "sent")
 
     threads = [threading.Thread(target=deliver) for _ in range(4)]

@@ -28,7 +28,7 @@ class ChatForm(Protocol):
 class ChatWebhook:
     """One message a delivery: the alert, or a digest of several."""
 
-    max_batch = 500
+    max_batch = 5000
 
     def __init__(
         self,

@@ -25,6 +25,9 @@ from sentinel.report.sinks.slack import SlackConfig
 from sentinel.report.sinks.slack_bot import SlackBotConfig
 from sentinel.report.sinks.teams import TeamsConfig
 from sentinel.report.sinks.webhook import WebhookConfig
+from sentinel.report.stages.correlate import CorrelateConfig
+from sentinel.report.stages.digest import DigestConfig
+from sentinel.report.stages.hold import HoldConfig
 
 SinkConfig = (
     SlackConfig | SlackBotConfig | AlertmanagerConfig | PagerDutyConfig | WebhookConfig | EmailConfig | DiscordConfig
@@ -78,8 +81,17 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     give_up_after_s: float = 86400.0
     """Seconds after which an alert that could not be delivered is given up and counted as expired."""
 
-    max_pending: int = 1000
+    max_pending: int = 5000
     """Most incidents that wait for one sink; past it the oldest that are no pages are dropped, counted."""
+
+    hold_s: HoldConfig = HoldConfig()
+    """How long what opens is held before it is told."""
+
+    correlate: CorrelateConfig = CorrelateConfig()
+    """When incidents of several runs are told as one."""
+
+    digest: DigestConfig = DigestConfig()
+    """When a storm is told as one."""
 
     def __post_init__(self) -> None:
         check_template(self.runbook_url, "notify.runbook_url")

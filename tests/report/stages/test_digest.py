@@ -1,0 +1,119 @@
+"""Digests by rate: few messages one by one, a storm as one now and then."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sentinel.anomaly import Severity
+from sentinel.errors import ConfigError
+from sentinel.report.pipeline import Telling
+from sentinel.report.stages.digest import DigestConfig
+
+from ...support.anomalies import an_incident
+from ...support.sink_bench import AT_ONCE, Bench, FakeResendingSink, FakeSink
+
+PAGE = {"severity": Severity.CRITICAL, "paged": True}
+
+
+def storm(bench, num, seconds, at_once=1, **fields):
+    """Have `num` incidents open over `seconds`, `at_once` between two looks, and let the worker have every turn it wants."""
+    begun, due = bench.now, None
+    for first in range(0, num, at_once):
+        moment = begun + seconds * first / num
+        while due is not None and due < moment:
+            bench.now = max(due, bench.now)
+            due = bench.turn()
+        bench.now = moment
+        for number in range(first, min(first + at_once, num)):
+            bench.add(None, an_incident(number, **fields))
+        due = bench.turn()
+    bench.run()
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "fields"), [(8, {}), (1, {}), (1, {"severity": Severity.CRITICAL}), (1, PAGE), (8, PAGE)]
+)
+def test_two_thousand_onsets_in_five_minutes_are_at_most_three_messages(num_runs, fields):
+    bench = Bench(FakeSink(digest_after=5), telling=Telling(num_runs=lambda: num_runs))
+    storm(bench, 2000, 300.0, at_once=100, **fields)
+
+    assert len(bench.sink.received) <= 3
+    told = sorted(alert.incident.id for alerts in bench.sink.received for alert in alerts)
+    assert told == sorted(f"i{number}" for number in range(2000))
+
+
+def test_few_messages_come_one_by_one():
+    bench = Bench(FakeSink(digest_after=5))
+    storm(bench, 5, 50.0)
+
+    assert [len(alerts) for alerts in bench.sink.received] == [1] * 5
+
+
+def test_what_follows_many_messages_is_gathered_and_comes_once_an_interval():
+    bench = Bench(FakeSink(digest_after=5))
+    sent_at = []
+    deliver = bench.sink.deliver
+    bench.sink.deliver = lambda alerts, now: (sent_at.append(now), deliver(alerts, now))[1]
+    storm(bench, 60, 480.0)
+
+    assert [len(alerts) for alerts in bench.sink.received[:5]] == [1] * 5
+    digests = sent_at[5:]
+    assert len(digests) == 3
+    assert all(later - earlier >= 300.0 for earlier, later in itertools.pairwise(digests))
+
+
+def test_a_page_breaks_through_a_storm_once():
+    bench = Bench(FakeSink(digest_after=5))
+    for number in range(40):
+        bench.add(None, an_incident(number))
+    bench.turn()
+    for number, fields in ((40, {}), (41, PAGE), (42, PAGE), (43, {})):
+        bench.now += 1.0
+        bench.add(None, an_incident(number, **fields))
+        bench.turn()
+    bench.run()
+
+    assert [[alert.incident.id for alert in alerts] for alerts in bench.sink.received[1:3]] == [["i41"], ["i42"]]
+    assert bench.now >= 1060.0, "the others wait until the storm is over"
+
+
+def test_a_lasting_incident_without_news_is_two_messages():
+    bench = Bench(FakeSink(digest_after=5), telling=Telling())
+    before = None
+    for revision in range(1, 200):
+        incident = an_incident(revision=revision, last_step=7 + revision, num_members=revision)
+        bench.add(before, incident)
+        bench.turn()
+        bench.now += 30.0
+        before = incident
+    bench.add(before, an_incident(revision=200, state="resolved"))
+    bench.run()
+
+    assert [message[0][1] for message in bench.received()] == ["opened", "resolved"]
+
+
+def test_a_sink_that_wants_no_digests_is_sent_none():
+    bench = Bench(FakeSink(digest_after=0))
+    storm(bench, 20, 1.0)
+
+    assert [len(alerts) for alerts in bench.sink.received] == [1] * 20
+
+
+def test_a_sink_that_groups_by_itself_is_sent_all_that_is_due_at_once_and_waits_for_nothing():
+    bench = Bench(FakeResendingSink(digest_after=1), telling=AT_ONCE)
+    for number in range(30):
+        bench.add(None, an_incident(number))
+    bench.turn()
+    bench.add(None, an_incident(30))
+    bench.turn()
+
+    assert [len(alerts) for alerts in bench.sink.received] == [30, 1]
+
+
+@pytest.mark.parametrize("field", ["window_s", "interval_s"])
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_impossible_windows_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=rf"notify\.digest\.{field} must be in"):
+        DigestConfig(**{field: value})
