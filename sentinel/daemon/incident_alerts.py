@@ -11,7 +11,7 @@ import msgspec
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts, topic
 from sentinel.report.alert_context import AlertContext
-from sentinel.report.stages.ledger import Told, thread_of, where_of
+from sentinel.report.stages.ledger import Ledger, Told, thread_of, where_of
 from sentinel.store.journal import Journal
 from sentinel.store.outbox_table import ToldIncident
 
@@ -84,8 +84,10 @@ class IncidentAlerts:
         known_before = [incident for incident in known.values() if incident is not None]
         for sink, route in self.routes:
             waiting = {row.key for row in outbox.waiting(topic(sink), math.inf, MAX_INCIDENTS)}
+            ledger = Ledger()
+            ledger.load(outbox.told(topic(sink)))
             for alert in open_alerts(known_before, sink, route, now, self._context_of):
-                if alert.key not in waiting:
+                if alert.key not in waiting and ledger.get(where_of(alert)) is None:
                     where = where_of(alert)
                     told = Told(alert=alert, thread=thread_of(where), first=alert.incident.time, last=now)
                     row = ToldIncident(position=0, topic=topic(sink), incident=where[1], over=0.0, body=told.body)

@@ -29,13 +29,13 @@ from sentinel.report.durations import DurationCounts
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
 from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink, checked
-from sentinel.report.stages.bounds import Bound, Expire
 from sentinel.report.stages.correlate import Correlate, CorrelateConfig, together
-from sentinel.report.stages.deduplicate import Deduplicate, Ends
-from sentinel.report.stages.digest import ALONE_AFTER, Digest, DigestConfig
+from sentinel.report.stages.deduplicate import Deduplicate, TellEnds
+from sentinel.report.stages.gather import ALONE_AFTER, DigestConfig, Gather
+from sentinel.report.stages.giving_up import Bound, Expire
 from sentinel.report.stages.hold import Hold, HoldConfig
 from sentinel.report.stages.ledger import Ledger, Told
-from sentinel.report.stages.pending import Pending, Stage, Turn
+from sentinel.report.stages.pending import AlertStage, Pending, Turn
 from sentinel.report.stages.rate_limit import RateLimit, TokenBucket
 
 FOREVER = 1e12
@@ -142,14 +142,14 @@ class SinkWorker:
         self._deduplicate = Deduplicate(route)
         self._expire = Expire(policy.give_up_after_s)
         self._rate_limit = RateLimit(self._bucket)
-        self._digest = Digest(
+        self._digest = Gather(
             telling.digest, after=sink.digest_after, max_batch=sink.max_batch, is_resending=self._resending is not None
         )
         # An Alertmanager groups incidents of several runs by itself, and needs each under its own labels.
         correlate = telling.correlate if self._resending is None else CorrelateConfig(window_s=0.0)
-        self._stages: tuple[Stage, ...] = (
+        self._stages: tuple[AlertStage, ...] = (
             self._deduplicate,
-            Ends(route),
+            TellEnds(route),
             self._expire,
             Bound(sink.name, policy.max_pending),
             Correlate(correlate),

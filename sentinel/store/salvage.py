@@ -12,8 +12,10 @@ from sentinel.errors import StoreError
 from sentinel.store.journal_file import JournalFile
 from sentinel.store.trouble import journal_trouble, repair_words
 
-TABLES = ("outbox", "audit", "packs", "meta")
+TABLES = ("outbox", "audit", "packs", "meta", "told")
 """What a repair takes over; decisions and judgements are made anew, or come from the files."""
+_OF_FILES = "'fact:incidents_written', 'fact:told'"
+"""What a new journal finds out by itself."""
 
 
 @dataclass(kw_only=True)
@@ -28,6 +30,8 @@ class Salvage:
     """(hash, body)"""
     facts: list[tuple[Any, ...]] = field(default_factory=list)
     """(key, value) of `RunValues`."""
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+    """(topic, incident, over, body) of what sinks were told."""
     unread: list[str] = field(default_factory=list)
     """Names of the tables that could not be read to their end."""
 
@@ -39,6 +43,7 @@ class Salvage:
             ("INSERT INTO audit(time, actor, action, body) VALUES(?, ?, ?, ?)", self.audit),
             ("INSERT OR IGNORE INTO packs VALUES(?, ?)", self.packs),
             ("INSERT OR REPLACE INTO meta VALUES(?, ?)", self.facts),
+            ("INSERT OR REPLACE INTO told VALUES(?, ?, ?, ?)", self.told),
         ]
 
 
@@ -71,7 +76,8 @@ def salvaged(path: Path) -> Salvage:
         "outbox": ("SELECT key, topic, body, tries, due FROM outbox WHERE outcome = '' ORDER BY position", found.waiting),
         "audit": ("SELECT time, actor, action, body FROM audit ORDER BY position", found.audit),
         "packs": ("SELECT hash, body FROM packs", found.packs),
-        "meta": ("SELECT key, value FROM meta WHERE key LIKE 'fact:%' AND key != 'fact:incidents_written'", found.facts),
+        "meta": (f"SELECT key, value FROM meta WHERE key LIKE 'fact:%' AND key NOT IN ({_OF_FILES})", found.facts),
+        "told": ("SELECT topic, incident, over, body FROM told ORDER BY rowid", found.told),
     }
     if not path.exists():
         found.unread = list(TABLES)

@@ -49,7 +49,7 @@ def webhook(url: str, more: str = "") -> str:
 
 
 def keys(receiver: Receiver) -> list[str]:
-    return [str(headers["Idempotency-Key"]) for headers, _ in receiver.received]
+    return [str(headers["webhook-id"]) for headers, _ in receiver.received]
 
 
 def test_what_waits_for_a_sink_is_sent_once_to_the_one_that_takes_its_place(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from sentinel.report.sinks.delivery import SENT, Delivery
 from sentinel.report.stages.rate_limit import TokenBucket
 
 from ..support.anomalies import an_incident
-from ..support.sink_bench import AT_ONCE, LATER, LOST, NEVER, ROUTES, Bench, FakeResendingSink, FakeSink
+from ..support.sink_bench import AT_ONCE, LATER, LOST, NEVER, ROUTES, FakeResendingSink, FakeSink, SinkBench
 
 
 def test_an_alert_is_sent_once():
-    bench = Bench(FakeSink())
+    bench = SinkBench(FakeSink())
     bench.add(None, an_incident())
     bench.add(None, an_incident())
 
@@ -30,7 +30,7 @@ def test_an_alert_is_sent_once():
 
 
 def test_latency_is_counted_from_the_judgement_to_the_answer_that_the_sink_has_it():
-    bench = Bench(FakeSink([LATER]))
+    bench = SinkBench(FakeSink([LATER]))
     bench.add(None, an_incident())
     bench.now += 40.0
 
@@ -45,7 +45,7 @@ def test_latency_is_counted_from_the_judgement_to_the_answer_that_the_sink_has_i
 
 
 def test_failures_are_retried_with_growing_waits_and_counted():
-    bench = Bench(FakeSink([LATER, LATER, LATER]))
+    bench = SinkBench(FakeSink([LATER, LATER, LATER]))
     bench.add(None, an_incident())
     times = []
 
@@ -63,7 +63,7 @@ def test_failures_are_retried_with_growing_waits_and_counted():
 
 
 def test_the_servers_own_wish_is_honoured():
-    bench = Bench(FakeSink([Delivery(outcome="retry", retry_after_s=37.0)]))
+    bench = SinkBench(FakeSink([Delivery(outcome="retry", retry_after_s=37.0)]))
     bench.add(None, an_incident())
 
     due = bench.turn()
@@ -76,7 +76,7 @@ def test_the_servers_own_wish_is_honoured():
 
 
 def test_a_refusal_is_permanent():
-    bench = Bench(FakeSink([NEVER]))
+    bench = SinkBench(FakeSink([NEVER]))
     bench.add(None, an_incident())
 
     bench.run()
@@ -88,12 +88,12 @@ def test_a_refusal_is_permanent():
 
 def test_after_kill_9_a_repeat_is_marked():
     outbox = MemoryOutbox()
-    before = Bench(FakeSink([KeyboardInterrupt()]), outbox)
+    before = SinkBench(FakeSink([KeyboardInterrupt()]), outbox)
     before.add(None, an_incident())
     with pytest.raises(KeyboardInterrupt):
         before.turn()
 
-    after = Bench(FakeSink(), outbox)
+    after = SinkBench(FakeSink(), outbox)
     after.run()
 
     assert [[alert.repeated for alert in alerts] for alerts in after.sink.received] == [[True]]
@@ -101,7 +101,7 @@ def test_after_kill_9_a_repeat_is_marked():
 
 
 def test_a_lost_answer_makes_the_next_try_a_repeat():
-    bench = Bench(FakeSink([LOST]))
+    bench = SinkBench(FakeSink([LOST]))
     bench.add(None, an_incident())
 
     bench.run()
@@ -110,7 +110,7 @@ def test_a_lost_answer_makes_the_next_try_a_repeat():
 
 
 def test_only_the_newest_word_on_an_incident_is_sent():
-    bench = Bench(FakeSink())
+    bench = SinkBench(FakeSink())
     raised = an_incident(revision=2, severity=Severity.CRITICAL, paged=True)
     refined = an_incident(revision=3, severity=Severity.CRITICAL, paged=True, module="m")
     bench.add(None, an_incident())
@@ -126,7 +126,7 @@ def test_only_the_newest_word_on_an_incident_is_sent():
 
 
 def test_a_storm_becomes_a_digest():
-    bench = Bench(FakeSink(digest_after=5))
+    bench = SinkBench(FakeSink(digest_after=5))
     for number in range(40):
         bench.add(None, an_incident(number))
 
@@ -137,7 +137,7 @@ def test_a_storm_becomes_a_digest():
 
 
 def test_pages_go_first():
-    bench = Bench(FakeSink())
+    bench = SinkBench(FakeSink())
     bench.add(None, an_incident(1))
     bench.add(None, an_incident(2, severity=Severity.CRITICAL))
     bench.add(None, an_incident(3, severity=Severity.CRITICAL, paged=True))
@@ -153,7 +153,7 @@ def test_one_alert_that_a_sink_cannot_stomach_holds_up_no_other():
             super().deliver(alerts, now)
             return LATER if any(alert.incident.id == "i0" for alert in alerts) else SENT
 
-    bench = Bench(Picky(), give_up_after_s=100.0)
+    bench = SinkBench(Picky(), give_up_after_s=100.0)
     for number in range(3):
         bench.add(None, an_incident(number))
 
@@ -168,7 +168,7 @@ def test_a_digest_that_is_refused_is_tried_one_by_one():
             super().deliver(alerts, now)
             return NEVER if any(alert.incident.id == "i0" for alert in alerts) else SENT
 
-    bench = Bench(Picky(digest_after=2))
+    bench = SinkBench(Picky(digest_after=2))
     for number in range(4):
         bench.add(None, an_incident(number))
 
@@ -178,7 +178,7 @@ def test_a_digest_that_is_refused_is_tried_one_by_one():
 
 
 def test_the_rate_is_limited():
-    bench = Bench(FakeSink(), rate_per_s=1.0)
+    bench = SinkBench(FakeSink(), rate_per_s=1.0)
     for number in range(10):
         bench.add(None, an_incident(number))
     start = bench.now
@@ -190,7 +190,7 @@ def test_the_rate_is_limited():
 
 
 def test_what_waits_is_bounded_and_pages_are_kept():
-    bench = Bench(FakeSink([LATER]), max_pending=10)
+    bench = SinkBench(FakeSink([LATER]), max_pending=10)
     bench.add(None, an_incident(0, severity=Severity.CRITICAL, paged=True))
     for number in range(1, 30):
         bench.add(None, an_incident(number))
@@ -203,7 +203,7 @@ def test_what_waits_is_bounded_and_pages_are_kept():
 
 
 def test_a_sink_that_raises_is_tried_again():
-    bench = Bench(FakeSink([RuntimeError("bug")]))
+    bench = SinkBench(FakeSink([RuntimeError("bug")]))
     bench.add(None, an_incident())
 
     bench.run()
@@ -220,7 +220,7 @@ def test_an_outcome_the_disk_refused_is_not_a_second_message():
                 raise OSError("disk full")
             super().finish_delivery(positions, outcome, told)
 
-    bench = Bench(FakeSink(), Flaky())
+    bench = SinkBench(FakeSink(), Flaky())
     bench.add(None, an_incident())
     with pytest.raises(OSError, match="disk full"):
         bench.turn()
@@ -235,7 +235,7 @@ def test_an_outcome_the_disk_refused_is_not_a_second_message():
 
 
 def test_a_row_that_is_no_alert_is_failed_and_said():
-    bench = Bench(FakeSink())
+    bench = SinkBench(FakeSink())
     bench.add(None, an_incident())
     bench.outbox.rows[1].body = b"{}"
 
@@ -245,7 +245,7 @@ def test_a_row_that_is_no_alert_is_failed_and_said():
 
 
 def test_a_clock_set_back_does_not_silence_a_sink():
-    bench = Bench(FakeSink([LATER]))
+    bench = SinkBench(FakeSink([LATER]))
     bench.add(None, an_incident())
     bench.turn()
 
@@ -263,7 +263,7 @@ def test_sinks_that_resend_are_told_what_is_open_in_a_run_as_long_as_it_is_serve
             bodies = super().told(topic)
             return [body for body in bodies if msgspec.json.decode(body)["alert"]["incident"]["run"] in self.served]
 
-    before = Bench(FakeResendingSink(digest_after=1), Runs())
+    before = SinkBench(FakeResendingSink(digest_after=1), Runs())
     for run in ("r", "s"):
         before.add(None, an_incident(run=run))
     before.add(None, an_incident(2))
@@ -271,7 +271,7 @@ def test_sinks_that_resend_are_told_what_is_open_in_a_run_as_long_as_it_is_serve
     before.add(an_incident(2), an_incident(2, revision=2, state="resolved"))
     before.turn()
 
-    after = Bench(FakeResendingSink(), before.outbox)
+    after = SinkBench(FakeResendingSink(), before.outbox)
     found = []
     for after.outbox.generation, after.outbox.served in enumerate((("r",), ("r", "s"), ("s",)), 1):
         after.turn()
@@ -286,7 +286,7 @@ def test_what_was_sent_is_repeated_in_time_though_nothing_new_comes():
         def keep_alive(self, now):
             return None, now + 1.0 if self.received else None
 
-    bench = Bench(Remembering())
+    bench = SinkBench(Remembering())
     bench.outbox.add(alerts_for(None, an_incident(), ROUTES, 5.0))
 
     assert bench.worker.turn(5.0) == 6.0
@@ -335,7 +335,7 @@ def test_a_keep_alive_that_works_again_ends_the_problem():
         def keep_alive(self, now):
             return self.answers.pop(0), now + 60.0
 
-    bench = Bench(Forgetful([LATER, SENT]))
+    bench = SinkBench(Forgetful([LATER, SENT]))
 
     problems = []
     for _ in range(2):

@@ -19,6 +19,7 @@
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
+| have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |
 
 Synthetic runs, planted faults, a clock and the battery of detectors are in `sentinel.testing`, which others have too.

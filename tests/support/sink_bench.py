@@ -49,7 +49,7 @@ class FakeResendingSink(FakeSink):
         return None, now + 60.0
 
 
-class Bench:
+class SinkBench:
     """A worker, its outbox, and a clock that jumps to when the worker wants its next turn."""
 
     def __init__(self, sink, outbox=None, rate_per_s=1000.0, telling=AT_ONCE, **policy):

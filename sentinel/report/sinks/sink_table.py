@@ -26,7 +26,7 @@ from sentinel.report.sinks.slack_bot import SlackBotConfig
 from sentinel.report.sinks.teams import TeamsConfig
 from sentinel.report.sinks.webhook import WebhookConfig
 from sentinel.report.stages.correlate import CorrelateConfig
-from sentinel.report.stages.digest import DigestConfig
+from sentinel.report.stages.gather import DigestConfig
 from sentinel.report.stages.hold import HoldConfig
 
 SinkConfig = (

@@ -1,4 +1,4 @@
-"""Deduplicate: of all that waits about one incident only the newest word; Ends: of ends only those of what was told."""
+"""Deduplicate: of all that waits about one incident only the newest word; TellEnds: of ends only those of what was told."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Deduplicate:
         return msgspec.structs.replace(alert, change="opened", is_page=alert.incident.paged)
 
 
-class Ends:
+class TellEnds:
     """Whoever was told of an incident is told its end. Whoever was not is told of a critical one, opening and end in one."""
 
     def __init__(self, route: RouteConfig) -> None:

@@ -86,7 +86,7 @@ class Turn:
         return False
 
 
-class Stage(Protocol):
+class AlertStage(Protocol):
     """One decision about what waits for a sink."""
 
     def apply(self, pending: list[Pending], turn: Turn) -> list[Pending]:

@@ -11,7 +11,7 @@ from sentinel.report.pipeline import Telling
 from sentinel.report.stages.correlate import CorrelateConfig, traits
 
 from ...support.anomalies import an_incident
-from ...support.sink_bench import AT_ONCE, Bench, FakeSink
+from ...support.sink_bench import AT_ONCE, FakeSink, SinkBench
 
 FLEET = Telling(num_runs=lambda: 30)
 FAULT = {"severity": Severity.CRITICAL, "paged": True, "detectors": ("AnomalyNan",), "module": "blocks.3"}
@@ -34,7 +34,7 @@ def told(bench):
 
 
 def test_thirty_runs_that_fail_alike_are_one_page_one_update_and_one_end():
-    bench = Bench(FakeSink(digest_after=5), telling=FLEET)
+    bench = SinkBench(FakeSink(digest_after=5), telling=FLEET)
     opened = [an_incident(run=f"r{number:02}", **FAULT) for number in range(30)]
     for number, one in enumerate(opened):
         at(bench, 1000.0 + number)
@@ -58,7 +58,7 @@ def test_thirty_runs_that_fail_alike_are_one_page_one_update_and_one_end():
 
 
 def test_two_runs_that_fail_differently_are_two_messages():
-    bench = Bench(FakeSink(digest_after=5), telling=FLEET)
+    bench = SinkBench(FakeSink(digest_after=5), telling=FLEET)
     bench.add(None, an_incident(run="a", **FAULT))
     bench.add(None, an_incident(run="b", **(FAULT | {"detectors": ("LossSpike",)})))
     bench.add(None, an_incident(run="c", **(FAULT | {"module": "head"})))
@@ -68,7 +68,7 @@ def test_two_runs_that_fail_differently_are_two_messages():
 
 
 def test_the_end_of_some_is_told_in_time_though_others_go_on():
-    bench = Bench(FakeSink(), telling=AT_ONCE)
+    bench = SinkBench(FakeSink(), telling=AT_ONCE)
     opened = [an_incident(run=run, **FAULT) for run in ("a", "b", "c")]
     for one in opened:
         bench.add(None, one)
@@ -91,7 +91,7 @@ def test_the_end_of_some_is_told_in_time_though_others_go_on():
 
 
 def test_runs_that_page_one_after_the_other_page_once():
-    bench = Bench(FakeSink(), telling=AT_ONCE)
+    bench = SinkBench(FakeSink(), telling=AT_ONCE)
     mild = FAULT | {"paged": False}
     opened = [an_incident(run=run, **mild) for run in ("a", "b")]
     for one in opened:
@@ -106,7 +106,7 @@ def test_runs_that_page_one_after_the_other_page_once():
 
 
 def test_what_opens_after_the_window_is_told_by_itself_and_pages():
-    bench = Bench(FakeSink(), telling=AT_ONCE)
+    bench = SinkBench(FakeSink(), telling=AT_ONCE)
     bench.add(None, an_incident(run="a", **FAULT))
     at(bench, 1121.0)
     bench.add(None, an_incident(run="b", **FAULT))
@@ -116,7 +116,7 @@ def test_what_opens_after_the_window_is_told_by_itself_and_pages():
 
 
 def test_what_opens_after_the_end_of_the_first_pages_again():
-    bench = Bench(FakeSink(), telling=AT_ONCE)
+    bench = SinkBench(FakeSink(), telling=AT_ONCE)
     bench.add(None, an_incident(run="a", **FAULT))
     at(bench, 1010.0)
     bench.add(an_incident(run="a", **FAULT), an_incident(run="a", revision=2, state="resolved", **FAULT))
@@ -128,7 +128,7 @@ def test_what_opens_after_the_end_of_the_first_pages_again():
 
 
 def test_incidents_of_one_run_are_told_one_by_one():
-    bench = Bench(FakeSink(), telling=AT_ONCE)
+    bench = SinkBench(FakeSink(), telling=AT_ONCE)
     for number in range(3):
         bench.add(None, an_incident(number, **FAULT))
     at(bench, 1200.0)
@@ -137,7 +137,7 @@ def test_incidents_of_one_run_are_told_one_by_one():
 
 
 def test_nothing_is_correlated_where_the_window_is_zero():
-    bench = Bench(FakeSink(), telling=Telling(hold=AT_ONCE.hold, correlate=CorrelateConfig(window_s=0.0)))
+    bench = SinkBench(FakeSink(), telling=Telling(hold=AT_ONCE.hold, correlate=CorrelateConfig(window_s=0.0)))
     for run in ("a", "b"):
         bench.add(None, an_incident(run=run, **FAULT))
     at(bench, 1200.0)
@@ -146,10 +146,10 @@ def test_nothing_is_correlated_where_the_window_is_zero():
 
 
 def test_a_restart_between_page_and_update_pages_nobody_again():
-    bench = Bench(FakeSink(), telling=AT_ONCE)
+    bench = SinkBench(FakeSink(), telling=AT_ONCE)
     bench.add(None, an_incident(run="a", **FAULT))
     at(bench, 1001.0)
-    bench = Bench(bench.sink, bench.outbox, telling=AT_ONCE)
+    bench = SinkBench(bench.sink, bench.outbox, telling=AT_ONCE)
     bench.now = 1001.0
     bench.add(None, an_incident(run="b", **FAULT))
     at(bench, 1200.0)

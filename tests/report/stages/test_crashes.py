@@ -8,7 +8,7 @@ from sentinel.anomaly import Severity
 from sentinel.report.outbox import MemoryOutbox
 
 from ...support.anomalies import an_incident
-from ...support.sink_bench import LATER, LOST, Bench, FakeSink
+from ...support.sink_bench import LATER, LOST, FakeSink, SinkBench
 
 FAULT = {"severity": Severity.CRITICAL, "paged": True, "detectors": ("AnomalyNan",), "module": "blocks.3"}
 
@@ -36,7 +36,7 @@ class KilledOutbox(MemoryOutbox):
 
 
 def restarted(bench, **options):
-    again = Bench(bench.sink, bench.outbox, **options)
+    again = SinkBench(bench.sink, bench.outbox, **options)
     again.now = bench.now + 1.0
     return again
 
@@ -46,7 +46,7 @@ def received(bench):
 
 
 def test_a_repeat_has_the_key_and_the_words_of_the_first_and_newer_words_follow():
-    bench = Bench(FakeSink(), KilledOutbox())
+    bench = SinkBench(FakeSink(), KilledOutbox())
     bench.add(None, an_incident(**FAULT))
     with pytest.raises(Killed):
         bench.turn()
@@ -62,7 +62,7 @@ def test_a_repeat_has_the_key_and_the_words_of_the_first_and_newer_words_follow(
 
 
 def test_an_end_that_came_meanwhile_is_told_under_its_own_key():
-    bench = Bench(FakeSink(), KilledOutbox())
+    bench = SinkBench(FakeSink(), KilledOutbox())
     bench.add(None, an_incident(**FAULT))
     with pytest.raises(Killed):
         bench.turn()
@@ -77,7 +77,7 @@ def test_an_end_that_came_meanwhile_is_told_under_its_own_key():
 
 
 def test_a_digest_is_repeated_as_it_was_though_more_waits():
-    bench = Bench(FakeSink(digest_after=2), KilledOutbox())
+    bench = SinkBench(FakeSink(digest_after=2), KilledOutbox())
     for number in range(4):
         bench.add(None, an_incident(number))
     with pytest.raises(Killed):
@@ -92,7 +92,7 @@ def test_a_digest_is_repeated_as_it_was_though_more_waits():
 
 
 def test_alike_runs_are_repeated_as_they_were_told():
-    bench = Bench(FakeSink(), KilledOutbox())
+    bench = SinkBench(FakeSink(), KilledOutbox())
     for run in ("a", "b", "c"):
         bench.add(None, an_incident(run=run, **FAULT))
     with pytest.raises(Killed):
@@ -106,7 +106,7 @@ def test_alike_runs_are_repeated_as_they_were_told():
 
 
 def test_a_message_of_several_runs_of_which_one_knows_that_it_was_received_is_not_repeated():
-    bench = Bench(FakeSink(), KilledOutbox(is_written=True))
+    bench = SinkBench(FakeSink(), KilledOutbox(is_written=True))
     for run in ("a", "b", "c"):
         bench.add(None, an_incident(run=run, **FAULT))
     with pytest.raises(Killed):
@@ -124,7 +124,7 @@ def test_a_message_of_several_runs_of_which_one_knows_that_it_was_received_is_no
 @pytest.mark.parametrize("is_written", [False, True])
 @pytest.mark.parametrize("left", range(6))
 def test_wherever_it_dies_only_what_is_marked_is_told_twice(left, is_written):
-    bench = Bench(FakeSink(digest_after=2), KilledOutbox(left, is_written=is_written))
+    bench = SinkBench(FakeSink(digest_after=2), KilledOutbox(left, is_written=is_written))
     history = [an_incident(number, run=run, **FAULT) for number in range(2) for run in ("a", "b")]
     for one in history:
         bench.add(None, one)
@@ -146,7 +146,7 @@ def test_wherever_it_dies_only_what_is_marked_is_told_twice(left, is_written):
 
 
 def test_a_try_that_was_certainly_not_received_is_free_to_be_superseded():
-    bench = Bench(FakeSink([LATER]))
+    bench = SinkBench(FakeSink([LATER]))
     bench.add(None, an_incident(**FAULT))
     bench.turn()
     bench.add(an_incident(**FAULT), an_incident(revision=2, num_worse=1, **FAULT))
@@ -161,7 +161,7 @@ def test_a_digest_that_nobody_answers_is_broken_up_in_the_end():
             super().deliver(alerts, now)
             return LOST if any(alert.incident.id == "i0" for alert in alerts) else None or self.sent
 
-    bench = Bench(Poisoned(digest_after=2), give_up_after_s=100.0)
+    bench = SinkBench(Poisoned(digest_after=2), give_up_after_s=100.0)
     bench.sink.sent = FakeSink().deliver([], 0.0)
     for number in range(4):
         bench.add(None, an_incident(number))

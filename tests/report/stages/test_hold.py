@@ -10,14 +10,14 @@ from sentinel.report.pipeline import Telling
 from sentinel.report.stages.hold import HoldConfig
 
 from ...support.anomalies import an_incident
-from ...support.sink_bench import Bench, FakeSink
+from ...support.sink_bench import FakeSink, SinkBench
 
 CRITICAL = {"severity": Severity.CRITICAL}
 SEVERAL = Telling(num_runs=lambda: 2)
 
 
 def test_the_first_alarm_of_the_only_run_is_told_at_once_and_one_right_behind_it_a_little_later():
-    bench = Bench(FakeSink(), telling=Telling())
+    bench = SinkBench(FakeSink(), telling=Telling())
     bench.add(None, an_incident(1, **CRITICAL))
     bench.turn()
     assert bench.received() == [[("i1", "opened")]]
@@ -32,7 +32,7 @@ def test_the_first_alarm_of_the_only_run_is_told_at_once_and_one_right_behind_it
 
 @pytest.mark.parametrize(("fields", "hold_s"), [(CRITICAL, 2.0), ({}, 10.0), ({"severity": Severity.INFO}, 10.0)])
 def test_what_opens_is_held_by_severity_where_several_runs_are_served(fields, hold_s):
-    bench = Bench(FakeSink(), telling=SEVERAL)
+    bench = SinkBench(FakeSink(), telling=SEVERAL)
     bench.add(None, an_incident(severity=Severity.WARNING))
     bench.outbox.rows.clear()
     bench.outbox.rows |= _row(bench, an_incident(**fields))
@@ -53,7 +53,7 @@ def _row(bench, incident):
 
 
 def test_what_is_over_before_it_was_told_is_told_to_nobody():
-    bench = Bench(FakeSink(), telling=SEVERAL)
+    bench = SinkBench(FakeSink(), telling=SEVERAL)
     bench.add(None, an_incident())
     bench.turn()
     bench.now += 5.0
@@ -66,7 +66,7 @@ def test_what_is_over_before_it_was_told_is_told_to_nobody():
 
 @pytest.mark.parametrize("fields", [CRITICAL, {"paged": True}])
 def test_what_is_critical_or_pages_is_told_though_it_is_over(fields):
-    bench = Bench(FakeSink(), telling=SEVERAL)
+    bench = SinkBench(FakeSink(), telling=SEVERAL)
     bench.add(None, an_incident(**fields))
     bench.add(an_incident(**fields), an_incident(revision=2, state="resolved", **fields))
     bench.run()
@@ -76,7 +76,7 @@ def test_what_is_critical_or_pages_is_told_though_it_is_over(fields):
 
 
 def test_changes_and_ends_of_what_was_told_are_not_held():
-    bench = Bench(FakeSink(), telling=SEVERAL)
+    bench = SinkBench(FakeSink(), telling=SEVERAL)
     bench.add(None, an_incident())
     bench.run()
     told_at = bench.now
@@ -90,7 +90,7 @@ def test_changes_and_ends_of_what_was_told_are_not_held():
 
 
 def test_a_daemon_that_ends_holds_nothing_back():
-    bench = Bench(FakeSink(), telling=SEVERAL)
+    bench = SinkBench(FakeSink(), telling=SEVERAL)
     bench.add(None, an_incident())
     bench.worker.is_hurried = True
     bench.turn()
@@ -99,7 +99,7 @@ def test_a_daemon_that_ends_holds_nothing_back():
 
 
 def test_a_clock_set_back_holds_nothing_for_longer():
-    bench = Bench(FakeSink(), telling=SEVERAL)
+    bench = SinkBench(FakeSink(), telling=SEVERAL)
     bench.add(None, an_incident())
     bench.now -= 10_000.0
     bench.turn()

@@ -1,4 +1,4 @@
-"""Digest: which of what may be sent goes out with the next message. Few come one by one, a storm as one now and then."""
+"""Gather: which of what may be sent goes out with the next message. Few come one by one, a storm as one now and then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DigestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"notify.digest.{name} must be in (0, {MAX_S:g}], got {value:g}")
 
 
-class Digest:
+class Gather:
     """Chooses the next message. `note_sent` tells it of each that the sink took."""
 
     def __init__(self, config: DigestConfig, *, after: int, max_batch: int, is_resending: bool) -> None:

@@ -9,10 +9,10 @@ import pytest
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.report.pipeline import Telling
-from sentinel.report.stages.digest import DigestConfig
+from sentinel.report.stages.gather import DigestConfig
 
 from ...support.anomalies import an_incident
-from ...support.sink_bench import AT_ONCE, Bench, FakeResendingSink, FakeSink
+from ...support.sink_bench import AT_ONCE, FakeResendingSink, FakeSink, SinkBench
 
 PAGE = {"severity": Severity.CRITICAL, "paged": True}
 
@@ -36,7 +36,7 @@ def storm(bench, num, seconds, at_once=1, **fields):
     ("num_runs", "fields"), [(8, {}), (1, {}), (1, {"severity": Severity.CRITICAL}), (1, PAGE), (8, PAGE)]
 )
 def test_two_thousand_onsets_in_five_minutes_are_at_most_three_messages(num_runs, fields):
-    bench = Bench(FakeSink(digest_after=5), telling=Telling(num_runs=lambda: num_runs))
+    bench = SinkBench(FakeSink(digest_after=5), telling=Telling(num_runs=lambda: num_runs))
     storm(bench, 2000, 300.0, at_once=100, **fields)
 
     assert len(bench.sink.received) <= 3
@@ -45,14 +45,14 @@ def test_two_thousand_onsets_in_five_minutes_are_at_most_three_messages(num_runs
 
 
 def test_few_messages_come_one_by_one():
-    bench = Bench(FakeSink(digest_after=5))
+    bench = SinkBench(FakeSink(digest_after=5))
     storm(bench, 5, 50.0)
 
     assert [len(alerts) for alerts in bench.sink.received] == [1] * 5
 
 
 def test_what_follows_many_messages_is_gathered_and_comes_once_an_interval():
-    bench = Bench(FakeSink(digest_after=5))
+    bench = SinkBench(FakeSink(digest_after=5))
     sent_at = []
     deliver = bench.sink.deliver
     bench.sink.deliver = lambda alerts, now: (sent_at.append(now), deliver(alerts, now))[1]
@@ -65,7 +65,7 @@ def test_what_follows_many_messages_is_gathered_and_comes_once_an_interval():
 
 
 def test_a_page_breaks_through_a_storm_once():
-    bench = Bench(FakeSink(digest_after=5))
+    bench = SinkBench(FakeSink(digest_after=5))
     for number in range(40):
         bench.add(None, an_incident(number))
     bench.turn()
@@ -80,7 +80,7 @@ def test_a_page_breaks_through_a_storm_once():
 
 
 def test_a_lasting_incident_without_news_is_two_messages():
-    bench = Bench(FakeSink(digest_after=5), telling=Telling())
+    bench = SinkBench(FakeSink(digest_after=5), telling=Telling())
     before = None
     for revision in range(1, 200):
         incident = an_incident(revision=revision, last_step=7 + revision, num_members=revision)
@@ -95,14 +95,14 @@ def test_a_lasting_incident_without_news_is_two_messages():
 
 
 def test_a_sink_that_wants_no_digests_is_sent_none():
-    bench = Bench(FakeSink(digest_after=0))
+    bench = SinkBench(FakeSink(digest_after=0))
     storm(bench, 20, 1.0)
 
     assert [len(alerts) for alerts in bench.sink.received] == [1] * 20
 
 
 def test_a_sink_that_groups_by_itself_is_sent_all_that_is_due_at_once_and_waits_for_nothing():
-    bench = Bench(FakeResendingSink(digest_after=1), telling=AT_ONCE)
+    bench = SinkBench(FakeResendingSink(digest_after=1), telling=AT_ONCE)
     for number in range(30):
         bench.add(None, an_incident(number))
     bench.turn()
