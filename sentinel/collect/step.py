@@ -166,6 +166,12 @@ class Boundary:
         self.is_explicit = True
         self._finished = self.was_skipped if is_skipped is None else is_skipped
 
+    def ending(self) -> None:
+        """The trainer ends the step: where it skipped the update, its gradients are read while they are there."""
+        is_unread = any(w.is_dirty for w in self.watched) if self.watched else self.is_dirty
+        if is_unread and not any(w.has_stepped for w in self.watched):
+            self._on_zeroing(None)
+
     def thrown_away(self) -> None:
         """The gradients of a backward are gone and nobody stepped: the step is over, or a first phase in it."""
         if self.hooks.running is not None:

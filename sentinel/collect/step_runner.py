@@ -123,6 +123,7 @@ class StepRunner:
         if not self._boundary.is_explicit:
             self._boundary.is_explicit = True
             log.info("sentinel: step boundary: %s", self._boundary.name)
+        self._boundary.ending()
         self.end(is_skipped=is_skipped)
 
     def end_early(self) -> None:

@@ -108,6 +108,59 @@ def test_skipped_step_is_a_step(run: Path, zero_first: bool) -> None:
             assert norm(row) == pytest.approx(truth[step], rel=1e-5)
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_the_gradients_of_a_step_that_was_skipped_before_its_end_was_called_are_kept(run: Path, is_watched: bool) -> None:
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    monitor = sentinel.attach(model, optimizer if is_watched else None)
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, step) * (float("nan") if step == 2 else 1.0)).backward()
+        if step != 2:
+            optimizer.step()
+        monitor.step()
+    monitor.detach()
+
+    said = Said(run)
+
+    rows = [said.of(step, "wgrad", "head.weight") for step in range(4)]
+    assert [len(found) for found in rows] == [1] * 4
+    assert [int(row["num_nan"]) for (row,) in rows] == [0, 0, model.head.weight.numel(), 0]
+
+
+class Pair(nn.Module):
+    """Two parts, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor, *, is_detached: bool) -> torch.Tensor:
+        made = self.generator(inputs)
+        return self.critic(made.detach() if is_detached else made).mean()
+
+
+def test_gradients_that_another_part_left_behind_are_not_those_of_the_step(run: Path) -> None:
+    pair = Pair()
+    first, second = torch.optim.SGD(pair.critic.parameters(), 0.1), torch.optim.SGD(pair.generator.parameters(), 0.1)
+    monitor = sentinel.attach(pair, [first, second])
+    norms = []
+    for step in range(3):
+        inputs = torch.full((2, 4), 1.0 + step)
+        first.zero_grad()
+        pair(inputs, is_detached=True).backward()
+        norms.append(float(pair.critic.weight.grad.norm()))
+        first.step()
+        second.zero_grad()
+        (-10.0 * pair(inputs, is_detached=False)).backward()  # It leaves gradients in the critic, which nobody uses.
+        second.step()
+        monitor.step()
+    monitor.detach()
+
+    said = Said(run)
+    assert [norm(said.of(step, "wgrad", "critic.weight")[0]) for step in range(3)] == pytest.approx(norms, rel=1e-5)
+
+
 def test_model_zero_grad_ends_a_skipped_step_too(run: Path) -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
