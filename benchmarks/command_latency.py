@@ -2,7 +2,7 @@
 
     python benchmarks/command_latency.py [--ranks 2] [--alarms 20] [--step-ms 100]
 
-Ranks of data parallel training (gloo) take steps of a given length; now and then the gradients are NaN and the step is skipped.
+Ranks of data parallel training (gloo) take steps of a given length; now and then the gradients are NaN, and it is skipped.
 A daemon judges, and its policy switches module monitoring on. Counted: steps from the alarm to the first step that
 measures more (asked: at most 2, or 250 ms), whether every rank began at the same one, and commands that came too late.
 """

@@ -27,8 +27,8 @@ from sentinel.control.proposal import Proposal, RuleAlarm
 ASSUMED_STEP_S = 0.1
 """Duration of a step, in seconds, while none is known. Too short: the command is set some steps later than needed; too long:
 it comes too late, and is missed."""
-LEAST_LATENCY_S = 0.06
-"""Least time that a command is given: ranks look into their folder every 50 ms while they train."""
+LEAST_LATENCY_S = 0.03
+"""Least time that a command is given: ranks look into their folder every 20 ms while they train."""
 LATENCY_MARGIN = 1.5
 """Times what the slowest of the last commands took. Smaller: a busy moment makes one late; larger: steps are lost."""
 NUM_LATENCIES = 8
@@ -94,10 +94,16 @@ class EscalatorState(msgspec.Struct, kw_only=True):
     what the next is given."""
 
 
-def first_step(newest_step: int, step_time_s: float | None, latency_s: float) -> int:
-    """Return the first step that every rank can still obey: newest step known + 1 + latency / step time, rounded up."""
+def first_step(newest_step: int, step_time_s: float | None, latency_s: float, begun_s: float | None = None) -> int:
+    """Return the first step that every rank can still obey.
+
+    newest_step: known of any rank. begun_s: seconds since it began; None: not known, it may end in this moment.
+    """
     step_s = step_time_s if step_time_s is not None and step_time_s > 0 else ASSUMED_STEP_S
-    return newest_step + 1 + math.ceil(latency_s / step_s)
+    if begun_s is None:
+        return newest_step + 1 + math.ceil(latency_s / step_s)
+    # One that takes longer than usual may end in this moment as well.
+    return newest_step + max(math.ceil((latency_s + min(begun_s, step_s)) / step_s), 1)
 
 
 class Escalator:
@@ -141,8 +147,10 @@ class Escalator:
         """Return whether a policy, or a rule of the proposal itself, asks for anything."""
         return any(True for _ in self._orders(proposal))
 
-    def consider(self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float) -> list[Ordered]:
-        """Return the commands that were issued. newest_step: of any rank; now: seconds since the epoch.
+    def consider(
+        self, proposal: Proposal, *, newest_step: int, step_time_s: float | None, now: float, begun_s: float | None = None
+    ) -> list[Ordered]:
+        """Return the commands that were issued. newest_step, begun_s: as of `first_step`; now: seconds since the epoch.
 
         StoreError when one could not be written: consider it again later, what was issued is not issued twice.
         """
@@ -160,9 +168,11 @@ class Escalator:
             memory.last_why_not = ""
             origin = OrderOrigin(policy=policy.name, proposal=proposal, reason=proposal.reason(alarm))
             if policy.is_dry:
-                self._note_dry_run(policy, memory, origin, first_step(newest_step, step_time_s, self.latency_s), now)
+                self._note_dry_run(
+                    policy, memory, origin, first_step(newest_step, step_time_s, self.latency_s, begun_s), now
+                )
             else:
-                issued.append(self._issue(origin, newest_step, step_time_s, now))
+                issued.append(self._issue(origin, newest_step, step_time_s, now, begun_s))
         return issued
 
     def follow(
@@ -172,6 +182,7 @@ class Escalator:
         newest_step: int,
         step_time_s: float | None,
         now: float,
+        begun_s: float | None = None,
     ) -> list[Ordered]:
         """Take note of what became of commands (`RunCommands.tick`); return those issued anew, having come too late.
 
@@ -196,7 +207,7 @@ class Escalator:
         while state.again:
             # Taken off the list when it is written: a full disk only delays it.
             if state.again[0].policy in self._policies:
-                issued.append(self._issue(state.again[0], newest_step, step_time_s, now))
+                issued.append(self._issue(state.again[0], newest_step, step_time_s, now, begun_s))
             del state.again[0]
         return issued
 
@@ -258,11 +269,13 @@ class Escalator:
                 memory = self._state.policies.setdefault(policy.name, PolicyMemory())
                 memory.quiet_until = max(memory.quiet_until, now + policy.cooldown_s)
 
-    def _issue(self, origin: OrderOrigin, newest_step: int, step_time_s: float | None, now: float) -> Ordered:
+    def _issue(
+        self, origin: OrderOrigin, newest_step: int, step_time_s: float | None, now: float, begun_s: float | None
+    ) -> Ordered:
         policy, proposal, again = self._policies[origin.policy], origin.proposal, origin.num_reissues
         memory = self._memory(policy, now)
         key = _key(proposal, policy) + (f":again{again}" if again else "")
-        at_step = first_step(newest_step, step_time_s, self.latency_s)
+        at_step = first_step(newest_step, step_time_s, self.latency_s, begun_s)
         ranks, targets = _reach(policy, proposal)
         command: Ordered
         if policy.action == "dump":

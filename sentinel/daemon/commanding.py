@@ -118,18 +118,20 @@ class Commanding:
         *,
         attempt: int = ANY_ATTEMPT,
         in_use: Callable[[], Mapping[int, ConfigInUse]] = dict,
+        begun_s: float | None = None,
     ) -> None:
         """Follow commands, consider proposals that wait, and look at the trainer's config file.
 
         ended: live rank -> newest step that it ended (-1: none). now: seconds since the epoch. attempt: as the ranks
-        call it. in_use: returns live rank -> the config that it measures by.
+        call it. in_use: returns live rank -> the config that it measures by. begun_s: seconds since newest_step began; None:
+        not known.
         """
         with self._mutex:
             self._newest_step, self._step_time_s = newest_step, step_time_s
             try:
                 self._begin_attempt(attempt, now)
                 changed = self._commands.tick(ended, now)
-                self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now)
+                self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now, begun_s=begun_s)
                 self._edits.turn(in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic())
                 self.keep()
                 for row in self._journal.outbox.waiting("escalation", now):
@@ -139,7 +141,11 @@ class Commanding:
                             self._journal.outbox.finish_delivery([row.position], "no rank is alive")
                         continue
                     issued = self._escalator.consider(
-                        Proposal.read(row.body), newest_step=newest_step, step_time_s=step_time_s, now=now
+                        Proposal.read(row.body),
+                        newest_step=newest_step,
+                        step_time_s=step_time_s,
+                        now=now,
+                        begun_s=begun_s,
                     )
                     # The commands' memory first: a crash in between finds the key there, and issues nothing twice.
                     self.keep()

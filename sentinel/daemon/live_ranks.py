@@ -37,6 +37,26 @@ class LiveProcesses(msgspec.Struct, frozen=True):
         return {rank: ConfigInUse.reported_by(one.descriptor, one.last_step) for rank, one in mine}
 
 
+class StepStart:
+    """When the step that runs began: as the end of the one before it was seen."""
+
+    def __init__(self) -> None:
+        self._ended_step: int | None = None
+        self._seen_at: float | None = None
+
+    def take(self, ended_step: int, mono: float) -> None:
+        """Take note of the newest step that a rank has ended. mono: monotonic seconds."""
+        if ended_step != self._ended_step:
+            # When the first one ended nobody saw.
+            self._seen_at = None if self._ended_step is None else mono
+            self._ended_step = ended_step
+
+    def begun_s(self, running_step: int, mono: float) -> float | None:
+        """Return the seconds since a step began; None: that is not known."""
+        is_known = self._ended_step is not None and running_step == self._ended_step + 1
+        return mono - self._seen_at if is_known and self._seen_at is not None else None
+
+
 class LiveRanks:
     """Remembers when each process was received last."""
 

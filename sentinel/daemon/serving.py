@@ -28,7 +28,7 @@ from sentinel.daemon.config import DaemonConfig, hash_of
 from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
-from sentinel.daemon.live_ranks import LiveRanks
+from sentinel.daemon.live_ranks import LiveRanks, StepStart
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_notices import RunNotices
@@ -77,6 +77,7 @@ class ServedRun:
         self._spool_watch = SpoolWatch(self.name, paths.run_dir)
         self._acts = ActInbox(paths.run_dir, log.warning)
         self._live = LiveRanks()
+        self._step_start = StepStart()
         with contextlib.ExitStack() as opened:
             self._lock = opened.enter_context(contextlib.closing(RunLock(paths.lock_directory, f"run {paths.run_dir}")))
             with _records_in_words(paths.journal), _trouble_in_words(paths.journal):
@@ -333,9 +334,20 @@ class ServedRun:
         live = self._live.now(known, mono)
         ended = live.ended
         at_work = [one.heartbeat.step for one in known if one.heartbeat and one.rank in ended]
-        newest_step = max([self._stages.assembler.newest_step, *ended.values(), *at_work])
+        newest_ended = max(ended.values(), default=-1)
+        newest_step = max([self._stages.assembler.newest_step, newest_ended, *at_work])
+        self._step_start.take(newest_ended, mono)
+        begun_s = self._step_start.begun_s(max(newest_step, newest_ended + 1), mono)
+        if begun_s is not None:
+            newest_step = newest_ended + 1
         self.commanding.turn(
-            ended, newest_step, self._gauges.metrics.step_time_s, now, attempt=live.attempt, in_use=live.in_use
+            ended,
+            newest_step,
+            self._gauges.metrics.step_time_s,
+            now,
+            attempt=live.attempt,
+            in_use=live.in_use,
+            begun_s=begun_s,
         )
         self.status.publish(self._stages, now, heard=ended)
 

@@ -49,7 +49,7 @@ class ControlFolder:
             return []
         found = []
         try:
-            names = os.listdir(self.directory)  # noqa: PTH208 -- polled twenty times a second
+            names = os.listdir(self.directory)  # noqa: PTH208 -- polled fifty times a second
         except OSError:
             return []
         for name in names:

@@ -97,6 +97,14 @@ def test_the_first_step_leaves_time_to_read_the_command(step_time_s, latency_s, 
 ASKING = RuleAlarm(rule="nan", detector="AnomalyNan", severity=Severity.CRITICAL, actions=("escalate",), what="why")
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "begun_s", "expected"),
+    [(0.06, 0.01, 101), (0.09, 0.02, 102), (0.1, 0.0, 101), (0.15, 0.09, 103), (0.1, 5.0, 102), (0.001, 0.0, 101)],
+)
+def test_a_step_whose_beginning_is_known_is_counted_to_its_end(latency_s, begun_s, expected):
+    assert first_step(100, 0.1, latency_s, begun_s) == expected
+
+
 class Bench:
     def __init__(self, tmp_path, **config):
         self.entries = []

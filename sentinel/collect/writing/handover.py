@@ -182,7 +182,10 @@ class Handover:
         if self._schedule.is_heartbeat_due(now):
             self._failures.guard("heartbeat", self._beat)
         if self._schedule.is_look_due(now):
+            begun = self._clock.mono_ns()
             self._failures.guard("control", self._poll_control)
+            ended = self._clock.mono_ns()
+            self._schedule.note_look(ended - begun, ended)
 
     def _ring(self) -> None:
         # Releasing a lock nobody holds means that the writer is already notified.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 HEARTBEAT_S = 1.0
-CONTROL_POLL_S = 0.05
-"""Between looks into the control folder while something is trained."""
+CONTROL_POLL_S = 0.02
+"""Least seconds between looks into the control folder while something is trained. Smaller: more calls of the file system;
+larger: a command needs to be given for a later step."""
+LOOK_SHARE = 100
+"""Times what a look took until the next one: a remote folder, slow to look at, is asked less often."""
 PULSE_S = 0.02
 """Longest time without a beat while something is trained. Steps that follow each other faster need no waking for it."""
 IDLE_POLL_S = 0.25
@@ -42,6 +45,10 @@ class WriterSchedule:
             return False
         self._next_look_ns = now_ns + (self._control_poll_ns if self._is_training(now_ns) else int(IDLE_POLL_S * _NS))
         return True
+
+    def note_look(self, took_ns: int, now_ns: int) -> None:
+        """Put the next look off where the last one was slow."""
+        self._next_look_ns = max(self._next_look_ns, now_ns + min(LOOK_SHARE * took_ns, int(IDLE_POLL_S * _NS)))
 
     def pause_s(self, now_ns: int) -> float:
         """Return how long the thread may sleep unless it is woken, seconds."""

@@ -26,7 +26,19 @@ def test_commands_are_looked_for_more_often_while_something_is_trained() -> None
         for name, schedule in (("idle", idle), ("training", training), ("stepping", stepping)):
             looks[name] += schedule.is_look_due(now)
 
-    assert looks == {"idle": 4, "training": 20, "stepping": 20}
+    assert looks == {"idle": 4, "training": 50, "stepping": 50}
+
+
+@pytest.mark.parametrize(("took_ns", "expected_s"), [(2_000, 0.02), (500_000, 0.05), (80_000_000, IDLE_POLL_S)])
+def test_a_folder_that_is_slow_to_look_at_is_asked_less_often(took_ns: int, expected_s: float) -> None:
+    schedule = WriterSchedule()
+    schedule.activity = "train"
+    assert schedule.is_look_due(0)
+
+    schedule.note_look(took_ns, 0)
+
+    due = round(expected_s * S)
+    assert [schedule.is_look_due(due - 1), schedule.is_look_due(due)] == [False, True]
 
 
 def test_the_thread_sleeps_until_something_is_due_and_never_past_the_next_pulse() -> None:
