@@ -42,6 +42,8 @@ class Boundary:
         self.is_dirty = False
         """A backward ran since the step began, or since the last optimizer step in it."""
         self.hooks = OptimizerHooks(self, guard)
+        self.watched = self.hooks.watched
+        """The optimizers, and what each did since the step began."""
         self._is_over = False
         self._finished: bool | None = None
         """The trainer said that the step is over, and whether it left its weights alone."""
@@ -52,11 +54,6 @@ class Boundary:
         self._on_stepping = on_stepping
         self._on_reopened = on_reopened
         self._phases = FirstPhases(model_params)
-
-    @property
-    def watched(self) -> list[WatchedOptimizer]:
-        """The optimizers, and what each did since the step began."""
-        return self.hooks.watched
 
     # -- installing ------------------------------------------------------------------------------------------------
 
