@@ -36,7 +36,16 @@ from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import MessageLinks
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.store.lock import LockHeld, RunLock
-from sentinel.store.run_paths import RunPaths, further_runs, is_run, printable, refuse_unprintable, runs_in, write_whole
+from sentinel.store.run_paths import (
+    RunPaths,
+    further_runs,
+    is_run,
+    printable,
+    refuse_planted,
+    refuse_unprintable,
+    runs_in,
+    write_whole,
+)
 from sentinel.store.run_values import RunValues
 from sentinel.store.trouble import disk_trouble
 
@@ -279,10 +288,13 @@ class Daemon:
                 continue
             try:
                 refuse_unprintable(run_dir)
+                refuse_planted(run_dir)
                 for one in (run_dir, run_dir / "spool"):
                     if one.exists():
                         _make_ours(one)
                 paths = RunPaths.of(run_dir, self._options.state_dir)
+                if self._options.state_dir is None:
+                    paths.refuse_unproven()
                 run = ServedRun(paths, self._config.config, self._packs, self._meters)
             except Exception as error:
                 if isinstance(error, LockHeld) and not self._options.is_owned:

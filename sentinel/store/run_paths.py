@@ -11,10 +11,32 @@ from pathlib import Path
 from sentinel.errors import StoreError
 from sentinel.private_files import create_file, make_directory
 
+OWNER = "run.json"
+"""File of a state directory that names the run whose journal it is."""
+
 
 def is_run(directory: Path) -> bool:
     """Return whether a directory is one run, rather than a directory of runs."""
     return (directory / "spool").is_dir() or (directory / "attempts").is_dir()
+
+
+def refuse_planted(run_dir: Path) -> None:
+    """Raise StoreError where a run has a link, a pipe or a device: its author would have us write elsewhere, or wait.
+
+    Looks at what lies in the run, in its state and beside its anomalies, and at the folders of its spool.
+    """
+    for folder in (run_dir, *(run_dir / name for name in (".daemon", "anomalies", "acts", "control", "spool"))):
+        try:
+            entries = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for one in entries:
+            if not one.is_dir(follow_symlinks=False) and not one.is_file(follow_symlinks=False):
+                what = "a link" if one.is_symlink() else "a pipe, a socket or a device"
+                raise StoreError(
+                    f"{printable(one.path)}: expected a plain file or a directory, got {what}; read a run that others made "
+                    "with sentinel open --untrusted"
+                )
 
 
 def runs_in(directory: Path) -> list[Path]:
@@ -67,7 +89,10 @@ class RunPaths:
         asked = None if state_dir is None else state_dir.absolute() / "runs" / run_dir.name
         former = _former(own)
         if asked is None:
-            return cls(run_dir, former or own)
+            paths = cls(run_dir, former or own)
+            if paths.state.exists():
+                paths.refuse_unproven()
+            return paths
         if former is not None and former != asked and former.exists():
             raise StoreError(
                 f"{run_dir}: was judged with its journal in {former}, got --state-dir {state_dir}; give the former one, or "
@@ -79,6 +104,14 @@ class RunPaths:
                 "move the journal there"
             )
         return cls(run_dir, asked)
+
+    def refuse_unproven(self) -> None:
+        """Raise StoreError where only a file of the run says that its journal lies elsewhere: whoever made it wrote that."""
+        if self.state != self.lock_directory and not _names_back(self.state, self.run_dir):
+            raise StoreError(
+                f"{self.lock_directory / 'state.json'}: names {printable(str(self.state))}, where nothing says that it "
+                "belongs to this run; give --state-dir if you know it, or remove that file"
+            )
 
     @property
     def name(self) -> str:
@@ -106,11 +139,13 @@ class RunPaths:
         return self.run_dir / "incidents.jsonl"
 
     def remember(self) -> None:
-        """Write a file into the run that names the directory of its journal, if that is not the default."""
+        """Write a file into the run that names the directory of its journal, if that is not the default, and one back."""
         own = self.lock_directory
         if self.state == own:
             return
         make_directory(own)
+        make_directory(self.state)
+        write_whole(self.state / OWNER, json.dumps({"run": str(self.run_dir)}) + "\n")
         write_whole(own / "state.json", json.dumps({"state": str(self.state)}) + "\n")
 
 
@@ -121,6 +156,13 @@ def write_whole(path: Path, text: str) -> None:
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(text)
     part.replace(path)
+
+
+def _names_back(state: Path, run_dir: Path) -> bool:
+    try:
+        return bool(json.loads((state / OWNER).read_text("utf-8"))["run"] == str(run_dir))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _former(own: Path) -> Path | None:

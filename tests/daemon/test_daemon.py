@@ -116,6 +116,44 @@ def test_a_spool_of_another_user_is_refused(tmp_path: Path) -> None:
     assert "foreign/spool: expected a directory owned by user" in problem
 
 
+@pytest.mark.parametrize(
+    "where", ["spool", "anomalies", "incidents.jsonl", ".daemon", "anomalies/x.jsonl", ".daemon/state.json"]
+)
+def test_a_run_with_a_link_in_it_is_refused_and_nothing_is_written_behind_it(tmp_path: Path, where: str) -> None:
+    for name in ("good", "planted"):
+        write_run(tmp_path / "runs" / name)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = tmp_path / "runs" / "planted" / where
+    path.parent.mkdir(exist_ok=True)
+    if path.is_dir():
+        path.rename(elsewhere / "former")
+    path.symlink_to(elsewhere / "former" if where == "spool" else elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+
+    with daemon(tmp_path / "runs") as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.api.health()["problems"])
+        assert list(judged(one)) == ["good"]
+        [problem] = one.api.health()["problems"]
+
+    assert f"planted/{where}: expected a plain file or a directory, got a link" in problem
+    assert sorted(elsewhere.rglob("*")) == before
+
+
+def test_a_run_that_alone_says_where_its_journal_lies_is_refused(tmp_path: Path) -> None:
+    for name in ("good", "planted"):
+        write_run(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "planted" / ".daemon").mkdir(mode=0o700)
+    (tmp_path / "runs" / "planted" / ".daemon" / "state.json").write_text(json.dumps({"state": str(tmp_path / "mine")}))
+
+    with daemon(tmp_path / "runs") as one:
+        wait_for(lambda: judged(one).get("good") == 2 and one.api.health()["problems"])
+        [problem] = one.api.health()["problems"]
+
+    assert "where nothing says that it belongs to this run" in problem
+    assert not (tmp_path / "mine").exists()
+
+
 def test_what_breaks_one_run_leaves_the_others_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "bad")
     write_run(tmp_path / "good")
