@@ -86,7 +86,7 @@ class IncidentAlerts:
             waiting = {row.key for row in outbox.waiting(topic(sink), math.inf, MAX_INCIDENTS)}
             ledger = Ledger()
             ledger.load(outbox.told(topic(sink)))
-            for alert in open_alerts(known_before, sink, route, now, self._context_of):
+            for alert in open_alerts(known_before, sink, route, now):
                 if alert.key not in waiting and ledger.get(where_of(alert)) is None:
                     where = where_of(alert)
                     told = Told(alert=alert, thread=thread_of(where), first=alert.incident.time, last=now)
