@@ -25,24 +25,26 @@ class AlertContexts:
 
     def of(self, incident: Incident) -> AlertContext:
         """Return what messages say of an incident beside its judgement."""
-        return context_of(incident, self._identities(incident.attempt), self._opened(incident))
-
-    def _identities(self, attempt: int) -> dict[int, RankIdentity]:
-        """Return rank -> identity of the newest process of each rank that took part in an attempt."""
-        newest: dict[int, Incarnation] = {}
-        for one in list(self._incarnations()):  # The loop may add some meanwhile.
-            is_of_it = one.attempt in (None, attempt)
-            if is_of_it and one.descriptor is not None and one.first_wall_ns >= _began(newest.get(one.rank)):
-                newest[one.rank] = one
-        return {
-            rank: RankIdentity.reported_by(rank, one.descriptor.environment)
-            for rank, one in sorted(newest.items())
-            if one.descriptor is not None
-        }
+        # The loop may add processes meanwhile.
+        return context_of(incident, identities_of(list(self._incarnations()), incident.attempt), self._opened(incident))
 
     def _opened(self, incident: Incident) -> float:
         first = self._journal.found.first_revision(incident.id)
         return incident.time if first is None else _INCIDENT.decode(first).time
+
+
+def identities_of(incarnations: Iterable[Incarnation], attempt: int) -> dict[int, RankIdentity]:
+    """Return rank -> identity of the newest process of each rank that took part in an attempt."""
+    newest: dict[int, Incarnation] = {}
+    for one in incarnations:
+        is_of_it = one.attempt in (None, attempt)
+        if is_of_it and one.descriptor is not None and one.first_wall_ns >= _began(newest.get(one.rank)):
+            newest[one.rank] = one
+    return {
+        rank: RankIdentity.reported_by(rank, one.descriptor.environment)
+        for rank, one in sorted(newest.items())
+        if one.descriptor is not None
+    }
 
 
 def _began(incarnation: Incarnation | None) -> int:

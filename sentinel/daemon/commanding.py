@@ -28,7 +28,7 @@ from sentinel.store.run_paths import RunPaths
 
 ACTIONS = ("enable", "disable", "dump", "describe", "request", "withdraw")
 """What a person may ask for over HTTP."""
-_FACT = "commands"
+COMMANDS_FACT = "commands"
 EDITS_FACT = "config"
 POLICY_FACT = "policy"
 SILENT_START_S = 5.0
@@ -84,7 +84,7 @@ class Commanding:
         self._journal = journal
         self._mutex = threading.RLock()
         self._commands = RunCommands(paths.run_dir, audit=journal.audit.add, expires_s=config.expires_s)
-        former = journal.values.get(_FACT)
+        former = journal.values.get(COMMANDS_FACT)
         if former:
             self._commands.load(former.encode())
         self._escalator = Escalator(config, self._commands, journal.audit.add)
@@ -286,5 +286,5 @@ class Commanding:
             self._kept_policy = policy
         body = self._commands.dump().decode()
         if body != self._kept:
-            self._journal.values.put(_FACT, body)
+            self._journal.values.put(COMMANDS_FACT, body)
             self._kept = body

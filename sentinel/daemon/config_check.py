@@ -16,8 +16,11 @@ from sentinel.document import Located, Problem
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.known_words import nearest
+from sentinel.report.message import message_of
+from sentinel.report.sample_alert import sample_alert
 from sentinel.report.sinks.secret import read_secret
 from sentinel.report.sinks.sink_table import NotifyConfig, SinkConfig, build_sink, outside_sinks
+from sentinel.report.templates import NO_TEMPLATES, CompiledTemplates, TemplateFailure
 from sentinel.typed_document import locate, named_document, read_struct
 
 
@@ -94,6 +97,7 @@ def _warnings(sink: SinkConfig) -> Iterator[str]:
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             who = "everybody" if mode & stat.S_IWOTH else "its group"
             yield f"{path}.{name}_file: {file}: {who} may write it, mode {stat.S_IMODE(mode):04o}; run: chmod go-w {file}"
+    yield from _template_warnings(sink, path)
     if not sink.route.changes:
         yield f"{path}.route.changes: it is empty, so that no incident reaches this sink; leave it out for all changes"
     yield from _unknown_detectors(f"{path}.route.detectors", sink.route.detectors)
@@ -104,3 +108,17 @@ def _unknown_detectors(path: str, detectors: Sequence[str]) -> Iterator[str]:
     for at, detector in enumerate(detectors):
         if detector not in known and not is_dotted(detector):
             yield f'{path}[{at}]: unknown detector "{detector}"{nearest(detector, known)}'
+
+
+def _template_warnings(sink: SinkConfig, path: str) -> Iterator[str]:
+    """Yield why templates fail for a usual incident; what is wrong with them for any is a problem already."""
+    templates = getattr(sink, "templates", NO_TEMPLATES)
+    try:
+        compiled = CompiledTemplates(templates, path, str)
+    except ConfigError:
+        return
+    alert = sample_alert(sink.name, 0.0)
+    try:
+        compiled.applied(message_of(alert), alert)
+    except TemplateFailure as error:
+        yield str(error)

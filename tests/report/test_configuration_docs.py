@@ -8,6 +8,7 @@ import pytest
 from sentinel.report.alert import CHANGES
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.sinks.sink_table import NotifyConfig
+from sentinel.report.templates import FILTERS, NAMES, CompiledTemplates
 
 
 @pytest.fixture
@@ -27,3 +28,15 @@ def test_the_example_is_a_configuration(text):
     notify = msgspec.convert(msgspec.yaml.decode(block)["notify"], NotifyConfig)
 
     assert [sink.name for sink in notify.sinks] == ["slack", "alertmanager", "webhook", "console"]
+
+
+def test_the_names_and_filters_of_templates_are_in_the_docs_and_their_examples_are_configurations(pytestconfig):
+    text = (pytestconfig.rootpath / "docs" / "notifications.md").read_text()
+
+    for name, meaning in NAMES.items():
+        assert f"| `{name}` | {meaning} |" in text
+    assert all(f"`{one}`" in text for one in FILTERS)
+    for block in re.findall(r"```yaml\n(notify:.*?)```", text, re.DOTALL):
+        (sink,) = msgspec.convert(msgspec.yaml.decode(block)["notify"], NotifyConfig).sinks
+        CompiledTemplates(sink.templates, "p", str)
+        assert f"`{sink.__struct_config__.tag}`" in text

@@ -19,6 +19,7 @@ from sentinel.report.alert import Alert, RouteConfig, reports_end
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 LEAST_INTERVALS = 4
 """An alert may be missed for so many intervals before it resolves itself; clients of Alertmanager take 3 to 4."""
@@ -53,6 +54,9 @@ class AlertmanagerConfig(
     route: RouteConfig = RouteConfig()
     """Incidents that are sent; by default every one from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     resend_interval_s: float = 60.0
     """Open incidents are sent again this often."""
 
@@ -82,7 +86,7 @@ class AlertmanagerConfig(
 
     def build(self, parts: SinkParts) -> AlertmanagerSink:
         """Return the sink; `SinkSettings.build`."""
-        return AlertmanagerSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer())
+        return AlertmanagerSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer(self.name, self.templates))
 
 
 Identity = tuple[str, str, Severity, bool]

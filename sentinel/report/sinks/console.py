@@ -10,6 +10,7 @@ import msgspec
 from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import SENT, Delivery, SinkParts
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 SHOWN = ("machines", "cause", "because", "done", "what to do")
 """What of a message has a line of its own; the page has the rest."""
@@ -24,9 +25,12 @@ class ConsoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     route: RouteConfig = RouteConfig()
     """Incidents that are printed; by default every one from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     def build(self, parts: SinkParts) -> ConsoleSink:
         """Return the sink; `SinkSettings.build`."""
-        return ConsoleSink(self, parts.stream, parts.writer())
+        return ConsoleSink(self, parts.stream, parts.writer(self.name, self.templates))
 
 
 class ConsoleSink:

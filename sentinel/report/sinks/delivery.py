@@ -5,8 +5,9 @@ from __future__ import annotations
 import email.utils
 import threading
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.message import EmailMessage
 from typing import Protocol, TextIO, runtime_checkable
 
 import msgspec
@@ -18,6 +19,7 @@ from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.links import NO_LINKS, MessageLinks
 from sentinel.report.message_writer import MessageWriter, OrdersOf, no_orders
 from sentinel.report.sinks import cutting
+from sentinel.report.templates import NO_TEMPLATES, CompiledTemplates, MessageTemplates
 
 CUT_S = 0.5
 """Seconds that a request that was cut off has to end; a bound on time: its connections are shut down, so it ends at once."""
@@ -109,6 +111,8 @@ class SinkParts:
     """Returns what was ordered because of an incident, in words."""
     notes: DeliveryNotes = field(default_factory=NotesInMemory)
     """What sinks know again after a restart."""
+    capture: Capture | None = None
+    """Takes what would be sent, in place of the network; None: it is sent."""
     proxy: str = ""
     """`notify.proxy`."""
     ca_file: str = ""
@@ -119,13 +123,16 @@ class SinkParts:
         """Address of the daemon's page, for links; empty: no links."""
         return self.links.external_url
 
-    def writer(self) -> MessageWriter:
-        """Return what makes the messages of a sink."""
-        return MessageWriter(self.links, self.orders_of)
+    def writer(self, sink: str, templates: MessageTemplates, escape: Callable[[str], str] = str) -> MessageWriter:
+        """Return what makes the messages of a sink. escape: makes text safe in its markup. ConfigError for a template that
+        is none.
+        """
+        compiled = None if templates == NO_TEMPLATES else CompiledTemplates(templates, f"notify.sinks.{sink}", escape)
+        return MessageWriter(self.links, self.orders_of, compiled)
 
-    def poster(self, timeout_s: float) -> HttpPoster:
+    def poster(self, timeout_s: float) -> Poster:
         """Return what makes requests as the `notify` section says."""
-        return HttpPoster(timeout_s=timeout_s, proxy=self.proxy, ca_file=self.ca_file)
+        return self.capture or HttpPoster(timeout_s=timeout_s, proxy=self.proxy, ca_file=self.ca_file)
 
 
 class SinkSettings(Protocol):
@@ -163,12 +170,24 @@ class ResendingSink(Protocol):
         ...
 
 
+class MailCarrier(Protocol):
+    """Hands one mail to a server."""
+
+    def carry(self, message: EmailMessage) -> Delivery:
+        """Hand it over and say what became of it; never raises for what a network or a server does."""
+        ...
+
+
 class Poster(Protocol):
     """Sends one POST request."""
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], now: float) -> Delivery:
         """Send and say what became of it; never raises for what a network does."""
         ...
+
+
+class Capture(Poster, MailCarrier, Protocol):
+    """What is given everything that a sink would send, by whichever way."""
 
 
 class HttpPoster:

@@ -14,6 +14,7 @@ from sentinel.report.message import digest_headline, end_cut, fitted, worst_firs
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.chat_webhook import ChatWebhook
 from sentinel.report.sinks.delivery import SinkParts
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 MAX_CONTENT = 2000
 MAX_TITLE = 256
@@ -41,6 +42,9 @@ class DiscordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     route: RouteConfig = RouteConfig(min_severity=Severity.CRITICAL, detectors=("LossSpike",))
     """What is sent; by default critical incidents, and loss spikes from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     page_mention: str = ""
     """Put before a page, as Discord writes it: `@here`, `<@&ID OF A ROLE>`."""
 
@@ -55,8 +59,9 @@ class DiscordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def build(self, parts: SinkParts) -> ChatWebhook:
         """Return the sink; `SinkSettings.build`."""
+        form = DiscordForm(parts.writer(self.name, self.templates, escape), self.page_mention)
         return ChatWebhook(
-            self.name, DiscordForm(parts.writer(), self.page_mention), parts.poster(self.timeout_s), parts.environ,
+            self.name, form, parts.poster(self.timeout_s), parts.environ,
             digest_after=self.digest_after, url_file=self.url_file, url_env=self.url_env,
         )  # fmt: skip
 

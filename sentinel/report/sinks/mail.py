@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import email.message
 import email.policy
 import email.utils
 import hashlib
-import smtplib
-import socket
-import ssl
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -19,8 +14,10 @@ from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.message import digest_headline, visible, worst_first
 from sentinel.report.message_writer import MessageWriter
-from sentinel.report.sinks.delivery import CUT_S, Delivery, SinkParts
+from sentinel.report.sinks.delivery import Delivery, MailCarrier, SinkParts
+from sentinel.report.sinks.mail_carrier import MailServer, SmtpCarrier
 from sentinel.report.sinks.secret import read_secret
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 SECURITY = ("starttls", "tls", "none")
 MAX_SUBJECT = 200
@@ -61,6 +58,9 @@ class EmailConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     route: RouteConfig = RouteConfig()
     """Incidents that are sent; by default every one from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     rate_per_s: float = 0.2
     """Most messages a second, on average."""
 
@@ -83,7 +83,12 @@ class EmailConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def build(self, parts: SinkParts) -> EmailSink:
         """Return the sink; `SinkSettings.build`."""
-        return EmailSink(self, parts.environ, parts.writer(), parts.ca_file)
+        return EmailSink(
+            self,
+            parts.environ,
+            parts.writer(self.name, self.templates),
+            lambda server: parts.capture or SmtpCarrier(server, parts.ca_file),
+        )
 
 
 class EmailSink:
@@ -91,7 +96,13 @@ class EmailSink:
 
     max_batch = 500
 
-    def __init__(self, config: EmailConfig, environ: Mapping[str, str], writer: MessageWriter, ca_file: str = "") -> None:
+    def __init__(
+        self,
+        config: EmailConfig,
+        environ: Mapping[str, str],
+        writer: MessageWriter,
+        carrier_of: Callable[[MailServer], MailCarrier],
+    ) -> None:
         path = f"notify.sinks.{config.name}"
         self.name = config.name
         self.digest_after = config.digest_after
@@ -103,35 +114,18 @@ class EmailSink:
         password = read_secret(f"{path}.password", config.password_file, config.password_env, environ)
         if bool(config.username) != bool(password):
             raise ConfigError(f"{path}.username and password_file or password_env: expected both or none, got one")
+        server = MailServer(
+            host=config.host, port=config.port or PORTS[config.security], security=config.security,
+            username=config.username, password=password, timeout_s=config.timeout_s,
+        )  # fmt: skip
+        self._carrier = carrier_of(server)
         self._config = config
-        self._password = password
-        self._ca_file = ca_file
         self._writer = writer
         self._domain = config.sender.rpartition("@")[2]
-        self._late: threading.Thread | None = None
 
     def deliver(self, alerts: Sequence[Alert], now: float) -> Delivery:
         """Send one message; the deadline is for all of it."""
-        where = f"smtp://{self._config.host}"
-        if self._late is not None and self._late.is_alive():
-            return Delivery(outcome="retry", detail=f"{where}: the delivery before has not ended yet")
-        message = self.message(alerts, now)
-        found: list[Delivery] = []
-        session = _Session()
-        thread = threading.Thread(
-            target=lambda: found.append(self._sent(message, session, where)), name="sentinel-mail", daemon=True
-        )
-        thread.start()
-        thread.join(self._config.timeout_s)
-        if thread.is_alive():
-            session.cut()
-            thread.join(CUT_S)
-        if thread.is_alive():
-            self._late = thread
-        if found and not session.is_cut:
-            return found[0]
-        detail = f"{where}: not taken within {self._config.timeout_s:g} s"
-        return Delivery(outcome="retry", detail=detail, is_unknown=session.is_sending)
+        return self._carrier.carry(self.message(alerts, now))
 
     def message(self, alerts: Sequence[Alert], now: float) -> email.message.EmailMessage:
         """Return the message of one alert, or of many."""
@@ -176,70 +170,7 @@ class EmailSink:
         digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         return f"<{digest}@{self._domain}>"
 
-    def _sent(self, message: email.message.EmailMessage, session: _Session, where: str) -> Delivery:
-        config = self._config
-        try:
-            context = ssl.create_default_context(cafile=self._ca_file or None)
-            with session.opened(lambda: self._connected(context)) as server:
-                if config.security == "starttls":
-                    server.starttls(context=context)
-                if config.username:
-                    server.login(config.username, self._password)
-                session.is_sending = True
-                server.send_message(message)
-            return Delivery(outcome="sent")
-        except smtplib.SMTPRecipientsRefused as error:
-            codes = {code for code, _ in error.recipients.values()}
-            outcome = "retry" if any(400 <= code < 500 for code in codes) else "failed"
-            return Delivery(outcome=outcome, detail=f"{where}: no recipient was taken: {', '.join(map(str, sorted(codes)))}")
-        except smtplib.SMTPResponseException as error:
-            outcome = "failed" if error.smtp_code >= 500 else "retry"
-            return Delivery(outcome=outcome, detail=f"{where}: {type(error).__name__} {error.smtp_code}")
-        except smtplib.SMTPNotSupportedError as error:
-            return Delivery(outcome="failed", detail=f"{where}: {error}")
-        except (OSError, smtplib.SMTPException) as error:
-            return Delivery(outcome="retry", detail=f"{where}: {_why(error)}", is_unknown=session.is_sending)
-
-    def _connected(self, context: ssl.SSLContext) -> smtplib.SMTP:
-        config = self._config
-        port = config.port or PORTS[config.security]
-        if config.security == "tls":
-            return smtplib.SMTP_SSL(config.host, port, timeout=config.timeout_s, context=context)
-        return smtplib.SMTP(config.host, port, timeout=config.timeout_s)
-
-
-class _Session:
-    """A connection that another thread can cut: a server that says a byte a second keeps within every time-out of a read."""
-
-    def __init__(self) -> None:
-        self.is_sending = False
-        """The message may have been received."""
-        self.is_cut = False
-        self._server: smtplib.SMTP | None = None
-
-    def opened(self, connect: Callable[[], smtplib.SMTP]) -> smtplib.SMTP:
-        self._server = connect()
-        if self.is_cut:
-            self.cut()
-        return self._server
-
-    def cut(self) -> None:
-        """Shut the connection down, which ends whatever waits for it."""
-        self.is_cut = True
-        connection = getattr(self._server, "sock", None)
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
 
 def encodable(text: str) -> str:
     """Return text that every mail server takes: what is no character is a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"TLS failed: {error.reason or type(error).__name__}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return type(error).__name__

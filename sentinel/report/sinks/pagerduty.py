@@ -17,6 +17,7 @@ from sentinel.report.message import AlertMessage, end_cut, visible
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 MAX_SUMMARY = 1024
 MAX_KEY = 255
@@ -44,6 +45,9 @@ class PagerDutyConfig(
     route: RouteConfig = RouteConfig(min_severity=Severity.CRITICAL)
     """What is sent; by default critical incidents."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     rate_per_s: float = 2.0
     """Most events a second, on average; PagerDuty allows 120 a minute."""
 
@@ -52,7 +56,7 @@ class PagerDutyConfig(
 
     def build(self, parts: SinkParts) -> PagerDutySink:
         """Return the sink; `SinkSettings.build`."""
-        return PagerDutySink(self, parts.poster(self.timeout_s), parts.environ, parts.writer())
+        return PagerDutySink(self, parts.poster(self.timeout_s), parts.environ, parts.writer(self.name, self.templates))
 
 
 class PagerDutySink:

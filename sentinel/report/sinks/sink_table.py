@@ -16,7 +16,7 @@ from sentinel.report.links import MessageLinks, check_template
 from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig
 from sentinel.report.sinks.console import ConsoleConfig
-from sentinel.report.sinks.delivery import DeliveryNotes, NotesInMemory, Sink, SinkParts, SinkSettings
+from sentinel.report.sinks.delivery import Capture, DeliveryNotes, NotesInMemory, Sink, SinkParts, SinkSettings
 from sentinel.report.sinks.discord import DiscordConfig
 from sentinel.report.sinks.mail import EmailConfig
 from sentinel.report.sinks.outside import OutsideSinks
@@ -133,14 +133,18 @@ def build_sink(
     stream: TextIO,
     orders_of: OrdersOf = no_orders,
     notes: DeliveryNotes | None = None,
+    capture: Capture | None = None,
 ) -> Sink:
-    """Return the sink that `config` describes; ConfigError when its secret is missing. Opens no connection."""
+    """Return the sink that `config` describes; ConfigError when its secret is missing. Opens no connection.
+
+    capture: is given what would be sent; None: it is sent.
+    """
     links = MessageLinks(
         external_url=notify.external_url, runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url
     )
     parts = SinkParts(
         environ=environ, stream=stream, links=links, orders_of=orders_of, notes=notes or NotesInMemory(),
-        proxy=notify.proxy, ca_file=notify.ca_file,
+        capture=capture, proxy=notify.proxy, ca_file=notify.ca_file,
     )  # fmt: skip
     try:
         sink = config.build(parts)

@@ -12,7 +12,8 @@ from sentinel.report.alert import Alert, RouteConfig
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.chat_webhook import ChatWebhook
 from sentinel.report.sinks.delivery import SinkParts
-from sentinel.report.sinks.slack_blocks import digest_blocks, message_blocks
+from sentinel.report.sinks.slack_blocks import digest_blocks, escape, message_blocks
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 
 class SlackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="slack"):
@@ -30,6 +31,9 @@ class SlackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     route: RouteConfig = RouteConfig(min_severity=Severity.CRITICAL, detectors=("LossSpike",))
     """What is sent; by default critical incidents, and loss spikes from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     page_mention: str = ""
     """Put before a page, as Slack writes it: `<!here>`, `<@U123>`."""
 
@@ -44,8 +48,9 @@ class SlackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def build(self, parts: SinkParts) -> ChatWebhook:
         """Return the sink; `SinkSettings.build`."""
+        form = SlackForm(parts.writer(self.name, self.templates, escape), self.page_mention)
         return ChatWebhook(
-            self.name, SlackForm(parts.writer(), self.page_mention), parts.poster(self.timeout_s), parts.environ,
+            self.name, form, parts.poster(self.timeout_s), parts.environ,
             digest_after=self.digest_after, url_file=self.url_file, url_env=self.url_env,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, DeliveryNotes, Poster, SinkParts, check_url, host_of
 from sentinel.report.sinks.secret import read_secret
 from sentinel.report.sinks.slack_blocks import MAX_SECTION, clip, digest_blocks, escape, message_blocks
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 LATER = frozenset({"ratelimited", "rate_limited", "internal_error", "fatal_error", "service_unavailable", "request_timeout"})
 """Errors of Slack's Web API that mean `later`; any other means `never`. Source: the methods' lists of errors."""
@@ -50,6 +51,9 @@ class SlackBotConfig(
     route: RouteConfig = RouteConfig(min_severity=Severity.CRITICAL, detectors=("LossSpike",))
     """What is sent; by default critical incidents, and loss spikes from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     page_mention: str = ""
     """Put before a page, as Slack writes it: `<!here>`, `<@U123>`."""
 
@@ -64,7 +68,9 @@ class SlackBotConfig(
 
     def build(self, parts: SinkParts) -> SlackBotSink:
         """Return the sink; `SinkSettings.build`."""
-        return SlackBotSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer(), parts.notes)
+        return SlackBotSink(
+            self, parts.poster(self.timeout_s), parts.environ, parts.writer(self.name, self.templates, escape), parts.notes
+        )
 
 
 class SlackNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

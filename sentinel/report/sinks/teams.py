@@ -14,6 +14,7 @@ from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.chat_webhook import ChatWebhook
 from sentinel.report.sinks.delivery import SinkParts
 from sentinel.report.sinks.discord import escape
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 MAX_BYTES = 28_000
 """Teams takes 28 KB a message."""
@@ -40,6 +41,9 @@ class TeamsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     route: RouteConfig = RouteConfig(min_severity=Severity.CRITICAL, detectors=("LossSpike",))
     """What is sent; by default critical incidents, and loss spikes from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     rate_per_s: float = 1.0
     """Most messages a second, on average."""
 
@@ -51,8 +55,9 @@ class TeamsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def build(self, parts: SinkParts) -> ChatWebhook:
         """Return the sink; `SinkSettings.build`."""
+        form = TeamsForm(parts.writer(self.name, self.templates, escape))
         return ChatWebhook(
-            self.name, TeamsForm(parts.writer()), parts.poster(self.timeout_s), parts.environ,
+            self.name, form, parts.poster(self.timeout_s), parts.environ,
             digest_after=self.digest_after, url_file=self.url_file, url_env=self.url_env,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from sentinel.report.message import worst_first
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, Poster, SinkParts, check_url
 from sentinel.report.sinks.secret import read_secret
+from sentinel.report.templates import NO_TEMPLATES, MessageTemplates
 
 
 class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="webhook"):
@@ -48,6 +49,9 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     route: RouteConfig = RouteConfig()
     """Incidents that are sent; by default every one from warning on."""
 
+    templates: MessageTemplates = NO_TEMPLATES
+    """Texts of your own."""
+
     rate_per_s: float = 10.0
     """Most requests a second, on average."""
 
@@ -59,7 +63,7 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def build(self, parts: SinkParts) -> WebhookSink:
         """Return the sink; `SinkSettings.build`."""
-        return WebhookSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer())
+        return WebhookSink(self, parts.poster(self.timeout_s), parts.environ, parts.writer(self.name, self.templates))
 
 
 class WebhookSink:
