@@ -19,15 +19,18 @@ import msgspec
 import pytest
 
 from sentinel.cli.status import run_status
+from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.daemon import Daemon, ServeOptions
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.daemon_api import Unavailable
 from sentinel.daemon.serving import ServedRun
 from sentinel.ingest import follow
+from sentinel.report.heartbeat import HeartbeatConfig
 from sentinel.store.audit import Audit
 from sentinel.store.run_paths import write_whole
 from sentinel.testing import SyntheticRun
 
+from ..support.ports import free_port
 from ..support.waiting import wait_for
 
 
@@ -39,9 +42,10 @@ def write_run(directory: Path) -> None:
 
 
 @contextmanager
-def daemon(directory: Path) -> Iterator[Daemon]:
+def daemon(directory: Path, config: DaemonConfig | None = None) -> Iterator[Daemon]:
     directory.chmod(0o700)
-    one = Daemon(ServeOptions(directory=directory, http=HttpConfig(port=0), drain_s=2.0), {}, io.StringIO())
+    options = ServeOptions(directory=directory, config=config or DaemonConfig(), http=HttpConfig(port=0), drain_s=2.0)
+    one = Daemon(options, {}, io.StringIO())
     thread = threading.Thread(target=one.run)
     # Signal handlers belong to the main thread; here nobody sends signals.
     with pytest.MonkeyPatch.context() as patch:
@@ -62,6 +66,20 @@ def judged(one: Daemon) -> dict[str, int | None]:
 def url(directory: Path) -> str:
     path = directory / ".daemon" / "http.json"
     return str(wait_for(lambda: path.exists() and json.loads(path.read_text())["url"]))
+
+
+def test_a_heartbeat_that_nobody_takes_is_said_and_holds_up_no_judging(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    heartbeat = HeartbeatConfig(url=f"http://127.0.0.1:{free_port()}/secret")
+
+    with daemon(tmp_path, DaemonConfig(heartbeat=heartbeat)) as one:
+        wait_for(lambda: judged(one).get("run") == 2 and one.api.health()["problems"])
+        [problem] = one.api.health()["problems"]
+        metrics, _ = one.api.metrics("")
+
+    assert problem.startswith("heartbeat: http://127.0.0.1:") and "secret" not in problem
+    assert b'sentinel_heartbeats_total{outcome="failed"} 1.0' in metrics
+    assert b"sentinel_problems 1.0" in metrics
 
 
 def test_a_run_that_began_just_before_the_end_is_judged_too(tmp_path: Path) -> None:

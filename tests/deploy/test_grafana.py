@@ -16,7 +16,7 @@ from sentinel.messages import Heartbeat
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
 from ..support.ports import free_port
-from ..support.servers import Receiver, get, get_json, need, prometheus
+from ..support.servers import Receiver, get, get_json, need, prometheus, run_tool
 from ..support.waiting import wait_for
 from ..support.warm import cli
 
@@ -108,7 +108,7 @@ class ChattyRun(SyntheticRun):
 @pytest.mark.server
 @pytest.mark.slow
 def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(tmp_path):
-    need("prometheus")
+    need("prometheus", "promtool")
     runs = tmp_path / "runs"
     runs.mkdir(mode=0o700)
     source = ChattyRun(runs / "run", pp=2, dp=2, layers=4, d_model=16, elements=8)
@@ -133,6 +133,7 @@ def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(t
             daemon = subprocess.Popen(arguments, stderr=log)
         try:
             wait_for(lambda: daemon.poll() is not None or b'judged_step{run="run"} 59.0' in scraped(address))
+            assert run_tool("promtool", "check", "metrics", stdin=scraped(address)) == (0, "")
             with prometheus(tmp_path, address, rules) as url:
                 waiting = [(param.values[1]["title"], one["expr"]) for param in PANELS for one in param.values[1]["targets"]]
 
