@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from sentinel.report.alert import Alert, alerts_for
+from sentinel.report.links import MessageLinks
+from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink, identity
 
 from ..support.anomalies import an_incident
@@ -16,6 +18,7 @@ from ..support.servers import need, run_tool
 from .test_prometheus_rules import ALERTS
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "alertmanager"
+LINKS = MessageLinks(external_url="https://s.example.org", runbook_url="https://d.example.org/runbooks/diagnosis-{cause}/")
 RECEIVERS = {"critical": "pager", "warning": "chat", "info": "nobody"}
 CONFIG = yaml.safe_load((FOLDER / "alertmanager.yml").read_text())
 
@@ -71,7 +74,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def sent(alert: Alert) -> dict[str, Any]:
     """Return an alert as Alertmanager hands it to a template."""
-    sink = AlertmanagerSink(AlertmanagerConfig(urls=("http://h",)), None, {}, "https://s.example.org")
+    sink = AlertmanagerSink(AlertmanagerConfig(urls=("http://h",)), None, {}, MessageWriter(LINKS))
     return sink.alert(alert, identity(alert.incident), 1000.0)
 
 
@@ -106,8 +109,9 @@ def test_an_incident_reads_as_a_person_needs_it(tmp_path):
 
     assert title == body["annotations"]["summary"]
     assert text.splitlines()[0] == title
-    assert "module layers.3.mlp" in text and "ranks 3, 5" in text
-    assert body["generatorURL"] in text.splitlines()
+    assert "module: layers.3.mlp" in text and "ranks: 3, 5" in text
+    assert body["generatorURL"] in text.splitlines() and "https://d.example.org/runbooks/diagnosis-" in text
+    assert rendered(tmp_path, "sentinel.link", body) == body["generatorURL"] != ""
     assert "<no value>" not in text and "\n\n\n" not in text
 
 
