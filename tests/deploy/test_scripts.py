@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.waiting import wait_for
 from ..support.warm import cli
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -23,6 +24,12 @@ where = Path(os.environ["SENTINEL_DIR"]) / os.environ["SENTINEL_RUN"]
 run = SyntheticRun(where, layers=2, d_model=16, elements=8).plant(Nan(step=3, module="layers.1"))
 run.write(6)
 run.end()
+if "TRAINER_WAITS" in os.environ:
+    import signal
+    signal.signal(signal.SIGTERM, lambda *told: sys.exit(5))
+    Path("waits").touch()
+    while True:
+        signal.pause()
 sys.exit(int(os.environ.get("TRAINER_EXIT", "0")))
 """
 
@@ -98,6 +105,19 @@ def test_a_slurm_job_is_judged_and_leaves_its_journal_and_a_report(machine, code
     report = (run_dir.parent / "report.txt").read_text()
     assert not is_left_by_another_node
     assert f"job 4711, exit code {code}" in report and "layers.1" in report
+
+
+@pytest.mark.slow
+def test_a_job_near_its_time_limit_tells_the_trainer_and_judges_what_is_left(machine):
+    home, environment = machine
+    environment = {**environment, "TRAINER": sys.executable, "TRAINER_WAITS": "1"}
+    job = subprocess.Popen(["bash", str(DEPLOY / "slurm" / "train.sbatch"), "train.py"], env=environment, cwd=home)
+
+    wait_for((home / "waits").exists)
+    job.terminate()
+
+    assert job.wait(60) == 5
+    assert "step 5 judged" in (home / "sentinel" / "4711" / "status.txt").read_text()
 
 
 def test_tasks_of_slurm_are_told_where_their_run_is(machine):
