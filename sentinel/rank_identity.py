@@ -44,14 +44,12 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def in_words(self) -> str:
-        """`rank 3: node17, pod trainer-3, GPU 5 (GPU-1f3a...)`; empty where nothing is known."""
+        """`node17, pod trainer-3, GPU 5 (GPU-1f3a...)`; empty where nothing is known."""
         machine = self.node or self.host
         gpu = f"GPU {self.gpu}" if self.gpu else ""
         if self.gpu_uuid:
             gpu = f"{gpu or 'GPU'} ({self.gpu_uuid})"
-        words = [machine, f"pod {self.pod}" if self.pod and self.pod != machine else "", gpu]
-        known = ", ".join(filter(None, words))
-        return f"rank {self.rank}: {known}" if known else ""
+        return ", ".join(filter(None, [machine, f"pod {self.pod}" if self.pod and self.pod != machine else "", gpu]))
 
 
 def label_problem(name: str, value: str) -> str:

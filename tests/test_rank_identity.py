@@ -86,9 +86,9 @@ def test_cuda_is_not_initialised_for_a_name():
 def test_an_identity_is_said_as_far_as_it_is_known():
     full = {"host": "h", "node": "n1", "pod": "w-3", "gpu": "5", "gpu_uuid": "GPU-1f", "job": "8", "label.team": "nlp"}
 
-    assert RankIdentity.reported_by(3, full).in_words == "rank 3: n1, pod w-3, GPU 5 (GPU-1f)"
+    assert RankIdentity.reported_by(3, full).in_words == "n1, pod w-3, GPU 5 (GPU-1f)"
     assert RankIdentity.reported_by(3, full).labels == {"team": "nlp"}
-    assert RankIdentity.reported_by(0, {"host": "h"}).in_words == "rank 0: h"
+    assert RankIdentity.reported_by(0, {"host": "h"}).in_words == "h"
     assert RankIdentity.reported_by(0, {}).in_words == ""
 
 
@@ -113,3 +113,14 @@ def test_job_and_labels_are_said_where_all_ranks_share_them():
     assert (shared.job, shared.labels) == ("8", {"team": "nlp"})
     assert (mixed.job, mixed.labels) == ("", {})
     assert context_of(an_incident(ranks=(9,)), {}, 0.0).ranks == ()
+
+
+def test_the_machine_that_it_began_on_comes_first():
+    found = context_of(
+        an_incident(ranks=tuple(range(90)), root_name="blocks.1 (activation) rank 77 micro_step 2"), ranks(90), 0.0
+    )
+    strange = context_of(an_incident(ranks=(0, 1), root_name="x rank 77"), ranks(90), 0.0)
+
+    assert (found.origin, [one.rank for one in found.ranks]) == (77, [77, 0, 1, 2])
+    assert (strange.origin, [one.rank for one in strange.ranks]) == (-1, [0, 1])
+    assert context_of(an_incident(ranks=(3,), root_name="b rank 3"), {}, 0.0).origin == -1

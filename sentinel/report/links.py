@@ -22,7 +22,7 @@ PLACEHOLDERS: Mapping[str, str] = {
     "module": "the module it began in, or its segment",
     "attempt": "number of the attempt",
     "step": "the step in which it opened",
-    "rank": "its first rank",
+    "rank": "the rank that it began on, or its first",
     "host": "host of that rank",
     "job": "id of the job",
     "from_ms": "half an hour before it opened, milliseconds since the epoch",
@@ -73,7 +73,7 @@ def _values(alert: Alert) -> dict[str, str]:
     incident, context = alert.incident, alert.context
     first = context.ranks[0] if context.ranks else None
     opened = context.opened or incident.time
-    rank = incident.ranks[0] if incident.ranks else first.rank if first else ""
+    rank = first.rank if first else incident.ranks[0] if incident.ranks else ""
     return {
         "run": incident.run, "incident": incident.id, "detector": incident.detectors[0] if incident.detectors else "",
         "cause": incident.suspected, "severity": incident.severity.value, "module": incident.module or incident.segment,

@@ -203,8 +203,15 @@ def _machines(incident: Incident, context: AlertContext) -> str:
         hosts = list(dict.fromkeys(one.node or one.host for one in context.ranks if one.node or one.host))
         more = " and others" if context.num_ranks > len(context.ranks) else ""
         return ", ".join(hosts) + more if hosts else ""
-    words = [one.in_words for one in context.ranks if one.in_words]
-    num_more = context.num_ranks - len(words)
+    ranks_by_place: dict[tuple[bool, str], list[int]] = {}
+    for one in context.ranks:
+        if one.in_words:
+            ranks_by_place.setdefault((one.rank == context.origin, one.in_words), []).append(one.rank)
+    words = []
+    for (is_origin, place), ranks in ranks_by_place.items():
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        words.append(f"{named}{', where it began' if is_origin and context.num_ranks > 1 else ''}: {place}")
+    num_more = context.num_ranks - sum(map(len, ranks_by_place.values()))
     return "; ".join(words) + (f"; and {num_more} more" if words and num_more > 0 else "")
 
 

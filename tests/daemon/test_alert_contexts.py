@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.http.daemon_api import UnknownIncident
 from sentinel.daemon.http.incident_page import render_incident
+from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.served_api import ServedApi
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert
 from sentinel.report.links import MessageLinks
-from sentinel.report.outbox import MemoryOutbox
-from sentinel.report.pipeline import Notifier, RetryPolicy
 from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.sink_table import NotifyConfig
 from sentinel.store.journal import Journal
@@ -66,7 +67,8 @@ def test_the_page_of_an_incident_is_made_from_the_journal_also_when_it_is_over(t
     source.end()
     judge_run(tmp_path / "run", TELLING, is_over=True)
     run = served(tmp_path / "run", TELLING)
-    api = ServedApi(loaded_packs(), Notifier(MemoryOutbox(), [], RetryPolicy(), clock=lambda: 0.0), lambda: None)
+    notifying = Notifying(TELLING.notify, {}, io.StringIO())
+    api = ServedApi(loaded_packs(), ConfigInForce(TELLING, None, None, 0.0), notifying, lambda: None)
     api.links = MessageLinks(runbook_url="https://w/{incident}")
     api.publish([run], {}, {}, is_caught_up=True)
     (first, *_) = alerts_of(tmp_path / "run")

@@ -120,6 +120,9 @@ def test_machines_of_no_rank_in_particular_are_the_hosts():
     assert dict(facts(an_alert(context=AlertContext(ranks=ranks, num_ranks=64))))["machines"] == "h0, h1 and others"
     some = an_alert(context=AlertContext(ranks=ranks[:1], num_ranks=3), ranks=(0, 1, 2))
     assert dict(facts(some))["machines"] == "rank 0: h0; and 2 more"
+    spread = AlertContext(ranks=(ranks[3], *ranks[:3]), origin=3, num_ranks=9)
+    text = dict(facts(an_alert(context=spread, ranks=tuple(range(9)))))["machines"]
+    assert text == "rank 3, where it began: h1; ranks 0, 1: h0; rank 2: h1; and 5 more"
 
 
 @pytest.mark.parametrize("limit", [PHONE, 150, 1024, 3000])
