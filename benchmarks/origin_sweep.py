@@ -39,8 +39,8 @@ EXAMPLE = ROOT / "examples" / "gpt"
 FIRST_STEP = 2
 NUM_LAYERS, NUM_MICRO_STEPS = 4, 4
 ALL_KINDS = ["param", "wgrad", "activation", "activation_in", "dgrad", "dgrad_in"]
-EXCHANGING = {"forward": (".attn.proj", ".mlp.fc2"), "backward": (".attn.qkv", ".mlp.fc1")}
-"""Modules that exchange data within a tensor-parallel group, before what they hand on can be seen."""
+EXCHANGING = (".attn.proj", ".mlp.fc2")
+"""Modules that in forward exchange data within a tensor-parallel group, before what they hand on can be seen."""
 INNER = ("", ".ln1", ".attn", ".attn.qkv", ".attn.proj", ".ln2", ".mlp", ".mlp.fc1", ".mlp.gelu", ".mlp.fc2")
 
 
@@ -191,7 +191,7 @@ def outcome(layout: Layout, cell: Cell, found: list[Anomaly], *, is_monitored: b
         return "nothing was found"
     first = origin(found[roots[0]], found)
     rank = layout.rank_of(cell.module, cell.dp_rank, cell.tp_rank)
-    exchanges = not is_monitored or cell.module.endswith(EXCHANGING[cell.phase])
+    exchanges = not is_monitored or (cell.phase == "forward" and cell.module.endswith(EXCHANGING))
     if layout.tp > 1 and exchanges and rank in {found[at].rank for at in roots}:
         # Where a tensor-parallel group sums its parts before they can be seen (at the end of a block, or of the module
         # itself), all its ranks show the same fault at the same moment: the planted one must be among the first causes.

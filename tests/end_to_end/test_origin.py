@@ -39,7 +39,7 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
         pytest.param("interleaved", "on", 23, (), marks=pytest.mark.long),
         ("gpipe", "off", 29, ()),
         pytest.param("gpipe", "off", 23, (), marks=pytest.mark.long),
-        ("pp2tp2", "on", 13, ()),
+        ("pp2tp2", "on", 14, ()),
         pytest.param("pp2tp2", "off", 13, (), marks=pytest.mark.long),
     ],
 )

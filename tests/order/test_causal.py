@@ -275,6 +275,18 @@ def test_inputs_of_a_communicating_module_precede_its_outputs_on_every_rank():
     assert not happens_before(alone_0, alone_1)
 
 
+def test_a_rank_s_summand_of_a_gradient_precedes_the_sum_on_every_rank():
+    """The summand's site lies right behind that of the tensor, whose gradient is the sum."""
+    group = {"tp_size": 2, "site_pos": 64}
+    sums = [a_nan("dgrad", "ln2", rank=r, call_id=7, place={"tp": r}, consumers=("mlp",), **group) for r in range(2)]
+    born = a_nan("dgrad_in", "mlp.fc1", rank=1, call_id=8, place={"tp": 1}, communicates=True, **group | {"site_pos": 65})
+    some = [*sums, born]
+
+    assert all(happens_before(born, one) for one in sums)
+    assert [some[i] for i in first_causes(some)] == [some[i] for i in leading_causes(some)] == [born]
+    assert (origin(born, some).module, origin(born, some).rank) == ("mlp.fc1", 1)
+
+
 def test_first_cause_under_global_clipping():
     """One inf in one wgrad makes every update of that step and every weight of the next NaN: none is a first cause."""
     born = a_nan("wgrad", "blocks.1.mlp.fc1.weight", rank=None, micro_step=None, value_text="inf", site_pos=9)

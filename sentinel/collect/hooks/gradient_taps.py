@@ -97,7 +97,8 @@ class SummandTap(GradientTap):
     """A tensor hook that measures a gradient only while it is still one rank's summand.
 
     On the way back through a DTensor made of a tensor that all ranks hold alike, the gradient is a sum over the ranks that
-    is formed only then: behind it a NaN is on all ranks, here only on the rank that made it.
+    is formed only then: behind it a NaN is on all ranks, here only on the rank that made it. So its site lies between that
+    tensor's and those that follow: in backward every rank's summand comes before the sum on any rank.
     """
 
     __slots__ = ("name", "source")
@@ -113,7 +114,7 @@ class SummandTap(GradientTap):
             return
         try:
             self.entry = self.chunk.recorder.sites.entry(self.chunk.vpp_stage, self.name, Kind.DGRAD_IN, gradient)
-            self.entry.site_pos = self.source.site_pos
+            self.entry.site_pos = self.chunk.order.behind(self.source)
         except Exception as error:
             self.chunk.recorder.guard(self.name, error, given=gradient, lost=NO_SUMMAND)
             return

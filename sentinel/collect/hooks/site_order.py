@@ -42,6 +42,10 @@ class SiteNumbering:
             insort(self._taken, entry.site_pos)
         self.cursor = entry.site_pos
 
+    def behind(self, entry: TensorEntry) -> int:
+        """Return the place between a site and those that follow, for what its tensor was handed on as."""
+        return min(entry.site_pos + 1, LAST)
+
     def _next(self, gap: int) -> int:
         at = bisect_right(self._taken, self.cursor)
         if at == len(self._taken):

@@ -86,6 +86,17 @@ def test_each_word_is_said_where_it_is_true(trained: Trained) -> None:
     assert plain["out", "activation"] == "replicate"
 
 
+def test_a_summand_of_a_gradient_stands_between_its_sum_and_what_follows_in_forward(trained: Trained) -> None:
+    descriptor = Spoken(trained("tensor")[0] / "run", 0).descriptor
+    assert descriptor is not None
+    at = {(tensor.name, tensor.kind): tensor.site_pos for tensor in descriptor.tensors}
+
+    for norm, first, reading in (("n1", "attention.wq", ("wq", "wk", "wv")), ("n2", "ff.w1", ("w1", "w3"))):
+        for module in reading:
+            summand = at[f"layers.1.{first.rpartition('.')[0]}.{module}", "dgrad_in"]
+            assert at[f"layers.1.{norm}", "dgrad"] < summand < at[f"layers.1.{first}", "dgrad"]
+
+
 def test_gradients_of_sequence_parallel_norms_are_summands(trained: Trained) -> None:
     """torch adds them up only when the optimizer uses them: without a collective nobody knows their statistics."""
     (folder, _), (alone, _) = trained("sequence"), trained("one process")
