@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "ack": ("sentinel.cli.act:ack", "Acknowledge an incident: somebody works on it."),
     "resolve": ("sentinel.cli.act:resolve", "Close an incident."),
     "reopen": ("sentinel.cli.act:reopen", "Open an incident again."),
+    "silence": ("sentinel.cli.silence:silence", "Silence what you know of for a while."),
     "enable": ("sentinel.cli.control:enable", "Switch monitoring on in a run that trains."),
     "disable": ("sentinel.cli.control:disable", "Switch monitoring off again."),
     "dump": ("sentinel.cli.control:dump", "Have a run that trains write raw tensors."),

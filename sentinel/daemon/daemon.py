@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -34,6 +34,7 @@ from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import MessageLinks
+from sentinel.report.silences import SilenceBook, Silences
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.run_paths import (
@@ -107,9 +108,11 @@ class Daemon:
         self._packs.load()
         self._config = ConfigInForce(options.config, options.config_file, options.read_config, time.time())
         self._notes = RunNotes(self._values_of)
+        self._silences = Silences(SilenceBook(self._state))
         self._notifying = Notifying(
-            options.config.notify, environ, stream, self._orders_of, self._notes, is_dry_run=options.is_dry_run
-        )
+            options.config.notify, environ, stream, self._orders_of, self._notes, silences=self._silences,
+            phases_of=self._phases_of, is_dry_run=options.is_dry_run,
+        )  # fmt: skip
         self._environ = environ
         self._systemd = Systemd(options.notify_socket, options.watchdog_us)
         self._wake = threading.Event()
@@ -125,7 +128,7 @@ class Daemon:
         """Why it is not; empty: it is, or another daemon's is."""
         self._retry_at: dict[str, float] = {}
         self._meters = DaemonMeters()
-        self.api = ServedApi(self._packs, self._config, self._notifying, self._ask_reload, self._meters)
+        self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._ask_reload, self._meters)
         self.api.heartbeat = self._heartbeat(options.config)
         self.api.links = _links(options.config)
         self._http: HttpServer | None = None
@@ -307,6 +310,7 @@ class Daemon:
             self._problems.pop(name, None)
             self._runs[name] = run
             self._notifying.outboxes.join(run.journal.outbox)
+            self._open_books()
             # Whoever served it may have been gone for long: what is open is said again at once.
             self._notifying.notifier.wake()
         self._announce()
@@ -332,6 +336,7 @@ class Daemon:
         self._notifying.outboxes.leave(run.journal.outbox)
         self._notifying.notifier.wake()
         self._notes.release(run.name)
+        self._open_books()
         run.close()
         self._refuse(name, problem, time.time())
 
@@ -346,6 +351,8 @@ class Daemon:
         if self._http is not None:
             self.api.http_problems = self._http.refresh()
             self.api.certificate_expires = self._http.certificate_expires
+        if self._silences.have_changed():
+            self._note_silences()
         is_asked, self._wants_reload = self._wants_reload, False
         if not is_asked and not self._packs.have_changed():
             return False
@@ -360,6 +367,27 @@ class Daemon:
                 self._drop(name, str(error))
         self._systemd.ready()
         return True
+
+    def _open_books(self) -> None:
+        """Have silences read from the daemon's own file and from those of the runs."""
+        states = dict.fromkeys([self._state, *(run.paths.lock_directory for run in self._runs.values())])
+        known = {book.path.parent: book for book in self._silences.books}
+        self._silences.books = tuple(known.get(state) or SilenceBook(state) for state in states)
+
+    def _note_silences(self) -> None:
+        """Write down in each run who silenced what, and have what is silenced no more sent."""
+        silences = self._silences.active(0.0)
+        for name, run in list(self._runs.items()):
+            try:
+                run.note_silences(silences, time.time())
+            except SentinelError as error:
+                self._drop(name, str(error))
+        self._notifying.notifier.wake()
+
+    def _phases_of(self, run: str) -> Collection[str]:
+        """Return what the ranks of a run are at. For any thread."""
+        served = self._runs.get(run)
+        return () if served is None else served.phases()
 
     def _exchange(self, former: DaemonConfig, new: DaemonConfig) -> None:
         """Act on a new configuration; ConfigError, with all as it was, when it cannot be used."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TextIO
 
 from sentinel.daemon.outboxes import Outboxes
 from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.pipeline import Notifier, RetryPolicy, Telling
+from sentinel.report.silences import Silences
 from sentinel.report.sinks.delivery import DeliveryNotes, NotesInMemory
 from sentinel.report.sinks.dry_run import DryRunSink
 from sentinel.report.sinks.sink_table import NotifyConfig, build_sinks
@@ -25,10 +26,12 @@ class Notifying:
         orders_of: OrdersOf = no_orders,
         notes: DeliveryNotes | None = None,
         *,
+        silences: Silences | None = None,
+        phases_of: Callable[[str], Collection[str]] = lambda run: (),
         is_dry_run: bool = False,
     ) -> None:
-        """environ: for the sinks' secrets. stream: of the console. notes: what sinks know again after a restart. is_dry_run:
-        send nothing, log it.
+        """environ: for the sinks' secrets. stream: of the console. notes: what sinks know again after a restart.
+        phases_of: run -> what its ranks are at. is_dry_run: send nothing, log it.
 
         ConfigError when a sink cannot be built.
         """
@@ -36,6 +39,7 @@ class Notifying:
         self.is_dry_run = is_dry_run
         self._environ, self._stream, self._orders_of = environ, stream, orders_of
         self._notes = notes or NotesInMemory()
+        self._silences, self._phases_of = silences or Silences(), phases_of
         self._former: Notifier | None = None
         """One that still ends its last requests; nobody sends anything meanwhile."""
         self._is_started = False
@@ -57,7 +61,14 @@ class Notifying:
             rates={sink.name: getattr(sink, "rate_per_s", 10.0) for sink in config.sinks},
             routes=config.routes(),
             telling=Telling(
-                hold=config.hold_s, correlate=config.correlate, digest=config.digest, num_runs=self.outboxes.num_runs
+                hold=config.hold_s,
+                correlate=config.correlate,
+                digest=config.digest,
+                inhibit=config.inhibit,
+                maintenance=config.maintenance,
+                silences=self._silences,
+                phases_of=self._phases_of,
+                num_runs=self.outboxes.num_runs,
             ),
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,12 +25,15 @@ from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import NO_LINKS
 from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
 from sentinel.report.prometheus_page import MetricsCollector
+from sentinel.report.silences import Silence, SilenceBook, SilenceRequest, Silences
 from sentinel.version import VERSION
 
 STUCK_AFTER_S = 30.0
 """Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
 that hangs is reported late."""
 RELOAD_WAIT_S = 10.0
+
+_Written = TypeVar("_Written")
 
 
 class ServedApi:
@@ -41,6 +44,7 @@ class ServedApi:
         packs: RulePacks,
         config: ConfigInForce,
         notifying: Notifying,
+        silences: Silences,
         ask_reload: Callable[[], None],
         meters: DaemonMeters | None = None,
     ) -> None:
@@ -56,6 +60,7 @@ class ServedApi:
         self._packs = packs
         self._config = config
         self._notifying = notifying
+        self._silences = silences
         self._ask_reload = ask_reload
         self._runs: dict[str, ServedRun] = {}
         self._problems: dict[str, str] = {}
@@ -97,6 +102,7 @@ class ServedApi:
         if self._config.problem:
             problems.append(f"config: the former one is in force: {self._config.problem}")
         problems += self.http_problems
+        problems += [f"silences: {problem}" for problem in self._silences.problems()]
         problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifying.notifier.problems().items())]
         if self.heartbeat is not None and self.heartbeat.problem:
             problems.append(f"heartbeat: {self.heartbeat.problem}")
@@ -213,6 +219,29 @@ class ServedApi:
         except OSError as error:
             raise Unavailable(f"run {run}: nothing can be written: {error.strerror or error}") from error
         return {"id": act.id, "incident": act.incident, "act": act.act, "who": act.who}
+
+    def silences(self) -> list[Silence]:
+        """Return the silences that hold now."""
+        return self._silences.active(time.time())
+
+    def silence(self, request: SilenceRequest) -> Silence:
+        """Begin a silence, for every run that is served."""
+        now = time.time()
+        silence = request.begun(now)
+        self._write_silences(lambda book: book.add(silence, now))
+        return silence
+
+    def end_silence(self, wanted: str, who: str) -> Silence:
+        """End a silence of the daemon, or of one of its runs."""
+        now = time.time()
+        books = [book for book in self._silences.books if any(one.id == wanted for one in book.active(now))]
+        return self._write_silences(lambda book: book.end(wanted, who, now), books)
+
+    def _write_silences(self, write: Callable[[SilenceBook], _Written], books: Sequence[SilenceBook] = ()) -> _Written:
+        try:
+            return write((books or self._silences.books)[0])
+        except OSError as error:
+            raise Unavailable(f"silences: nothing can be written: {error.strerror or error}") from error
 
     def reload(self) -> dict[str, Any]:
         """Have the loop read the configuration and the rule packs again, and wait for the outcome."""

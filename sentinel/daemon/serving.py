@@ -46,6 +46,7 @@ from sentinel.judge.packs import RulePacks
 from sentinel.judge.snapshot import Snapshot
 from sentinel.messages import Ack
 from sentinel.report.alert_context import AlertContext
+from sentinel.report.silences import Silence
 from sentinel.step_view import StepView
 from sentinel.store.journal import Journal
 from sentinel.store.lock import RunLock
@@ -172,6 +173,24 @@ class ServedRun:
         self._retention.use(config.retention)
         with _trouble_in_words(self.paths.journal):
             self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})
+
+    def note_silences(self, silences: Sequence[Silence], now: float) -> None:
+        """Write down who silenced what, and who ended it, each once; SentinelError as of `turn`."""
+        with _trouble_in_words(self.paths.journal):
+            noted = set((self.journal.values.get("silences") or "").split())
+            words = {f"{one.id}{'-' if one.ended_by else '+'}": one for one in silences}
+            for word in words.keys() - noted:
+                one = words[word]
+                details = {"silence": one.id, "matchers": list(one.matchers), "why": one.why, "until": one.until}
+                act = "end silence" if one.ended_by else "silence"
+                self.journal.audit.add(now, one.ended_by or one.who, act, details)
+            if words.keys() != noted:
+                self.journal.values.put("silences", " ".join(words))
+
+    def phases(self) -> set[str]:
+        """Return what the ranks of the run are at: train, eval, checkpoint, init. For any thread."""
+        known = list(self._stages.follower.incarnations.values())
+        return {one.heartbeat.activity for one in known if one.bye is None and one.heartbeat is not None}
 
     def take_alerts(self) -> bool:
         """Return whether alerts were committed since this was last asked."""

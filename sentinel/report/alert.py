@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -11,6 +12,7 @@ from sentinel.errors import ConfigError
 from sentinel.incident import CLOSED_STATES, Incident
 from sentinel.known_words import near
 from sentinel.report.alert_context import AlertContext
+from sentinel.report.calendar_hours import Hours
 
 CHANGES: tuple[str, ...] = (
     "opened", "raised", "worse", "refined", "acknowledged", "reopened", "resolved", "settled", "ended", "closed", "merged",
@@ -95,7 +97,19 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     refined (root, module or diagnosis became known), acknowledged and reopened (by a person), resolved (quiet), settled,
     ended (the run is over), closed (by a person), merged."""
 
+    runs: tuple[str, ...] = ()
+    """Globs of the runs that are sent, `nightly-*`; empty: all."""
+
+    labels: dict[str, str] = {}
+    """Labels that the run must have -> a glob of the value: `team: nlp`. A label that it has not is the empty text."""
+
+    hours: tuple[str, ...] = ()
+    """When it is sent, `Mon-Fri 09:00-18:00 Europe/Berlin`; what opens at other times waits until then, and is sent where it
+    is still open. Without days: every day; without a zone: UTC. Empty: always."""
+
     def __post_init__(self) -> None:
+        for text in self.hours:
+            Hours(text, "notify.sinks.route.hours")
         for change in self.changes:
             if change not in CHANGES:
                 hint = near(change, CHANGES)
@@ -104,9 +118,15 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def matches(self, incident: Incident) -> bool:
         """Return whether incidents like this one are sent at all."""
         level = incident.severity.level
+        if self.runs and not any(fnmatch.fnmatchcase(incident.run, glob) for glob in self.runs):
+            return False
         if level >= self.min_severity.level:
             return True
         return level >= Severity.WARNING.level and not set(self.detectors).isdisjoint(incident.detectors)
+
+    def takes(self, labels: Mapping[str, str]) -> bool:
+        """Return whether runs with these labels are sent."""
+        return all(fnmatch.fnmatchcase(labels.get(name, ""), glob) for name, glob in self.labels.items())
 
 
 def change_of(previous: Incident | None, current: Incident, route: RouteConfig) -> str | None:
@@ -158,6 +178,9 @@ def alerts_for(
         change = change_of(previous, current, route)
         if change is None:
             continue
+        context = alerts[0].context if alerts else context_of(current)
+        if not route.takes(context.labels):
+            continue
         was_received = previous is not None and route.matches(previous)
         was_paged = was_received and previous is not None and previous.paged
         alerts.append(
@@ -171,7 +194,7 @@ def alerts_for(
                 was_severity=previous.severity if was_received and previous is not None else None,
                 was_paged=was_paged,
                 created=now,
-                context=alerts[0].context if alerts else context_of(current),
+                context=context,
             )
         )
     return alerts

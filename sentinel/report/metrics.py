@@ -18,6 +18,7 @@ COMMAND_STATES: tuple[str, ...] = (
 EDIT_OUTCOMES: tuple[str, ...] = ("ordered", "broken", "given_up", "unreadable")
 OUTCOMES: tuple[str, ...] = (
     "sent", "repeated", "digested", "correlated", "retried", "failed", "expired", "superseded", "dropped", "brief",
+    "silenced", "maintenance", "off_hours", "inhibited",
 )  # fmt: skip
 """What became of a notification; `report.pipeline` says what each means."""
 FRAME_FAULTS: tuple[str, ...] = ("torn", "corrupt", "foreign")

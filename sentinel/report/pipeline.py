@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +28,7 @@ from sentinel.report.alert import Alert, RouteConfig, topic
 from sentinel.report.durations import DurationCounts
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
+from sentinel.report.silences import Silences
 from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink, checked
 from sentinel.report.stages.correlate import Correlate, CorrelateConfig, together
 from sentinel.report.stages.deduplicate import Deduplicate, TellEnds
@@ -37,6 +38,15 @@ from sentinel.report.stages.hold import Hold, HoldConfig
 from sentinel.report.stages.ledger import Ledger, Told
 from sentinel.report.stages.pending import AlertStage, Pending, Turn
 from sentinel.report.stages.rate_limit import RateLimit, TokenBucket
+from sentinel.report.stages.withhold import (
+    Inhibited,
+    InhibitRule,
+    Maintained,
+    MaintenanceConfig,
+    OffHours,
+    Silenced,
+    Withhold,
+)
 
 FOREVER = 1e12
 """A time that lies behind every due time, seconds since the epoch."""
@@ -72,6 +82,11 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     hold: HoldConfig = HoldConfig()
     correlate: CorrelateConfig = CorrelateConfig()
     digest: DigestConfig = DigestConfig()
+    inhibit: tuple[InhibitRule, ...] = ()
+    maintenance: tuple[MaintenanceConfig, ...] = ()
+    silences: Silences = msgspec.field(default_factory=Silences)
+    phases_of: Callable[[str], Collection[str]] = lambda run: ()
+    """Run -> what its ranks are at: train, eval, checkpoint, init."""
     num_runs: Callable[[], int] = lambda: 1
     """How many runs are served now."""
 
@@ -149,6 +164,10 @@ class SinkWorker:
         correlate = telling.correlate if self._resending is None else CorrelateConfig(window_s=0.0)
         self._stages: tuple[AlertStage, ...] = (
             self._deduplicate,
+            Withhold(Silenced(telling.silences)),
+            Withhold(Maintained(telling.maintenance, telling.phases_of)),
+            Withhold(OffHours(route.hours, "route.hours")),
+            Withhold(Inhibited(telling.inhibit)),
             TellEnds(route),
             self._expire,
             Bound(sink.name, policy.max_pending),

@@ -52,11 +52,17 @@ class FakeResendingSink(FakeSink):
 class SinkBench:
     """A worker, its outbox, and a clock that jumps to when the worker wants its next turn."""
 
-    def __init__(self, sink, outbox=None, rate_per_s=1000.0, telling=AT_ONCE, **policy):
+    def __init__(self, sink, outbox=None, rate_per_s=1000.0, telling=AT_ONCE, route=None, **policy):
         self.sink = sink
         self.outbox = outbox or MemoryOutbox()
         self.worker = SinkWorker(
-            self.outbox, sink, RetryPolicy(**policy), rate_per_s=rate_per_s, rng=random.Random(0), telling=telling
+            self.outbox,
+            sink,
+            RetryPolicy(**policy),
+            rate_per_s=rate_per_s,
+            rng=random.Random(0),
+            telling=telling,
+            route=route,
         )
         self.now = 1000.0
 

@@ -49,6 +49,8 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/anomalies", endpoints.anomalies),
             get("/api/v1/incidents", endpoints.incidents),
             post("/api/v1/incidents", endpoints.act, Scope.SILENCE),
+            get("/api/v1/silences", endpoints.silences),
+            post("/api/v1/silences", endpoints.silence, Scope.SILENCE),
             get("/api/v1/series", endpoints.series),
             get("/api/v1/control", endpoints.audit),
             post("/api/v1/control", endpoints.control),

@@ -13,6 +13,7 @@ from sentinel.errors import SentinelError
 from sentinel.incident import Incident
 from sentinel.report.alert_context import AlertContext
 from sentinel.report.message import Link
+from sentinel.report.silences import Silence, SilenceRequest
 
 
 class UnknownRun(SentinelError):
@@ -85,6 +86,18 @@ class DaemonApi(Protocol):
 
     def act(self, run: str, request: ActRequest) -> dict[str, Any]:
         """Take what a person does about an incident; SentinelError when it cannot be, Unavailable when not now."""
+        ...
+
+    def silences(self) -> list[Silence]:
+        """Return the silences that hold now, the oldest first."""
+        ...
+
+    def silence(self, request: SilenceRequest) -> Silence:
+        """Begin a silence; SentinelError when it cannot be, Unavailable when not now."""
+        ...
+
+    def end_silence(self, wanted: str, who: str) -> Silence:
+        """End a silence, by its id; SentinelError when there is none, Unavailable when not now."""
         ...
 
     def reload(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Starlette runs each in a thread of its pool; those of the health are coroutines,
 
 from __future__ import annotations
 
+import getpass
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from sentinel.daemon.http.incident_page import render_incident
 from sentinel.daemon.http.page import render_page
 from sentinel.daemon.http.responses import lines, plain
 from sentinel.daemon.series_api import SeriesRequest
+from sentinel.report.silences import SilenceRequest
 
 MAX_ITEMS = 1000
 """Most anomalies, incidents or entries of the audit in one answer."""
@@ -31,6 +33,7 @@ def page(request: Request) -> Response:
         api.runs(),
         [msgspec.json.decode(line) for line in api.incidents(None, limit=50, is_open=True)],
         api.health(),
+        [msgspec.to_builtins(one) for one in api.silences()],
     )
     return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
@@ -98,6 +101,24 @@ def act(request: Request) -> Response:
     if not isinstance(run, str):
         raise ValueError('expected {"run": NAME, "incident": ID, "act": "ack", "resolve" or "reopen", "who": NAME, ...}')
     return plain(api_of(request).act(run, msgspec.convert(asked, ActRequest)), 202)
+
+
+def silences(request: Request) -> Response:
+    """Return the silences that hold now."""
+    return plain({"silences": msgspec.to_builtins(api_of(request).silences())})
+
+
+def silence(request: Request) -> Response:
+    """Begin a silence, or end one."""
+    asked = msgspec.json.decode(request.state.body, type=dict[str, Any])
+    wanted = asked.pop("end", None)
+    if wanted is None:
+        done = api_of(request).silence(msgspec.convert(asked, SilenceRequest))
+    elif isinstance(wanted, str) and set(asked) <= {"who"}:
+        done = api_of(request).end_silence(wanted, str(asked.get("who") or getpass.getuser()))
+    else:
+        raise ValueError('expected {"matchers": [...], "for_s": SECONDS, "why": TEXT, ...}, or {"end": ID, "who": NAME}')
+    return plain(msgspec.to_builtins(done), 202)
 
 
 def series(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -12,10 +13,15 @@ from sentinel.daemon.http.html_frame import text, whole_page
 from sentinel.incident import IncidentAct
 
 
-def render_page(runs: Iterable[Mapping[str, Any]], incidents: Iterable[Mapping[str, Any]], health: Mapping[str, Any]) -> str:
+def render_page(
+    runs: Iterable[Mapping[str, Any]],
+    incidents: Iterable[Mapping[str, Any]],
+    health: Mapping[str, Any],
+    silences: Iterable[Mapping[str, Any]] = (),
+) -> str:
     """Return the whole page. Every text is escaped where it is put into it, by `html_frame.text`.
 
-    runs, incidents, health: as `DaemonApi` gives them.
+    runs, incidents, health, silences: as `DaemonApi` gives them.
     """
     status = str(health.get("status", ""))
     problems = "".join(f"<li>{text(problem)}</li>" for problem in health.get("problems", ()))
@@ -31,6 +37,7 @@ def render_page(runs: Iterable[Mapping[str, Any]], incidents: Iterable[Mapping[s
         + (standby if others else "")
         + (f'<ul class="warning">{problems}</ul>' if problems else "")
         + _incidents(list(incidents))
+        + _silences(list(silences))
         + _runs(list(runs))
     )
     return whole_page("Sentinel", body, refresh_s=5)
@@ -65,6 +72,21 @@ def _incidents(incidents: list[Mapping[str, Any]]) -> str:
         for name in ("", "Run", "Incident", "First cause", "Ranks", "Steps", "Anomalies", "People", "Suspected")
     )
     return f"<h2>Open incidents</h2><table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _silences(silences: list[Mapping[str, Any]]) -> str:
+    if not silences:
+        return ""
+    rows = []
+    for one in silences:
+        until = datetime.fromtimestamp(one.get("until", 0.0), UTC)
+        matchers = "".join(f"<code>{text(matcher)}</code> " for matcher in one.get("matchers", ()))
+        rows.append(
+            f"<tr><td><code>{text(one.get('id', ''))}</code></td><td>{matchers}</td><td>{until:%Y-%m-%d %H:%M} UTC</td>"
+            f"<td>{text(one.get('who', ''))}</td><td>{text(one.get('why', ''))}</td></tr>"
+        )
+    head = "".join(f"<th>{name}</th>" for name in ("", "Silenced", "Until", "By", "Why"))
+    return f"<h2>Silences</h2><table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
 def _link_to(incident: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from sentinel.report.sinks.webhook import WebhookConfig
 from sentinel.report.stages.correlate import CorrelateConfig
 from sentinel.report.stages.gather import DigestConfig
 from sentinel.report.stages.hold import HoldConfig
+from sentinel.report.stages.withhold import RUN_ENDED, InhibitRule, MaintenanceConfig
 
 SinkConfig = (
     SlackConfig | SlackBotConfig | AlertmanagerConfig | PagerDutyConfig | WebhookConfig | EmailConfig | DiscordConfig
@@ -92,6 +93,12 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     digest: DigestConfig = DigestConfig()
     """When a storm is told as one."""
+
+    inhibit: tuple[InhibitRule, ...] = (RUN_ENDED,)
+    """What need not be told where something else was told that explains it; by default silent ranks of a run that ended."""
+
+    maintenance: tuple[MaintenanceConfig, ...] = ()
+    """When something is expected to go wrong, and is not told."""
 
     def __post_init__(self) -> None:
         check_template(self.runbook_url, "notify.runbook_url")

@@ -24,6 +24,7 @@ from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.errors import ConfigError, StoreError
 from sentinel.report.message import Link
+from sentinel.report.silences import Silence, SilenceRequest
 
 from ...support.anomalies import an_incident
 
@@ -80,6 +81,18 @@ class FakeApi:
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         return []
 
+    def silences(self) -> list[Silence]:
+        evil = "<img src=x onerror=alert(1)>"
+        return [Silence(id="s1", matchers=(f"title={evil}",), who=evil, why=evil, begun=0.0, until=3600.0)]
+
+    def silence(self, request: SilenceRequest) -> Silence:
+        self.orders.append(("", "silence", msgspec.to_builtins(request)))
+        return request.begun(0.0)
+
+    def end_silence(self, wanted: str, who: str) -> Silence:
+        self.orders.append(("", "end", {"wanted": wanted, "who": who}))
+        return self.silences()[0]
+
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         self._known(run)
         if request.get("kinds") == ["nonsense"]:
@@ -110,7 +123,7 @@ def client_of(api: FakeApi, listen: str = "127.0.0.1:9464", **options: Any) -> T
 
 READS = [
     "/", "/incidents/i1", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
-    "/api/v1/control",
+    "/api/v1/control", "/api/v1/silences",
 ]  # fmt: skip
 
 
@@ -406,3 +419,39 @@ def test_an_incident_that_nobody_has_is_404_in_words(api: FakeApi) -> None:
     for path in ("/incidents/i2", "/incidents/i1?run=b", "/incidents/i1/x", "/incidents/"):
         answer = client_of(api).get(path)
         assert answer.status_code == 404 and answer.json()["error"]
+
+
+def test_silences_are_listed_begun_and_ended_by_who_may(api: FakeApi) -> None:
+    client, path = client_of(api), "/api/v1/silences"
+    asked = {"matchers": ["run=a"], "for_s": 60.0, "why": "known", "who": "ana"}
+
+    assert client.get(path).json()["silences"][0]["id"] == "s1"
+    assert client.post(path, json=asked, headers=READ).status_code == 403
+    begun = client.post(path, json=asked, headers=SILENCE)
+    assert (begun.status_code, begun.json()["until"], begun.json()["who"]) == (202, 60.0, "ana")
+    assert client.post(path, json={"end": "s1", "who": "bob"}, headers=SILENCE).status_code == 202
+    assert api.orders[1] == ("", "end", {"wanted": "s1", "who": "bob"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"matchers": ["rnu=a"], "for_s": 60.0, "why": "known"}, 'did you mean \\"run\\"?'),
+        ({"matchers": ["run=a"], "why": "known"}, "until or for_s"),
+        ({"matchers": ["run=a"], "for_s": 60.0, "why": "known", "wo": "ana"}, "wo"),
+        ({"end": 7}, "expected"),
+        ({"end": "s1", "what": "x"}, "expected"),
+    ],
+)
+def test_what_is_no_silence_is_refused_in_words(api: FakeApi, asked: dict[str, Any], words: str) -> None:
+    answer = client_of(api).post("/api/v1/silences", json=asked, headers=SILENCE)
+
+    assert answer.status_code == 400
+    assert words in answer.text
+
+
+def test_the_page_shows_silences_and_escapes_them(api: FakeApi) -> None:
+    page = client_of(api).get("/").text
+
+    assert "<h2>Silences</h2>" in page and "1970-01-01 01:00 UTC" in page
+    assert "<img src=x" not in page
