@@ -236,8 +236,8 @@ def test_code_blocks_are_of_their_language(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
 def test_commands_that_pages_show_have_these_options(page: Path) -> None:
-    shown = re.findall(r"^(?: {4})?sentinel ((?!run\b)[a-z][^\n#|]*)", page.read_text(), re.MULTILINE)
-    shown += re.findall(r"`sentinel ((?!run\b)[a-z][^`]*)`", page.read_text())
+    shown = re.findall(r"^(?: {4})?sentinel ((?!(?:run|open)\b)[a-z][^\n#|]*)", page.read_text(), re.MULTILINE)
+    shown += re.findall(r"`sentinel ((?!(?:run|open)\b)[a-z][^`]*)`", page.read_text())
 
     for words in shown:
         command, *rest = words.split()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink, identity
 
 from ..support.anomalies import an_incident
-from ..support.servers import need, run_tool
+from ..support.ports import free_port
+from ..support.servers import get, get_json, need, program, run_tool
+from ..support.waiting import wait_for
 from .test_prometheus_rules import ALERTS
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "alertmanager"
@@ -56,6 +59,46 @@ def test_each_alert_reaches_whom_its_severity_is_for(labels, receiver):
     code, text = run_tool("amtool", "config", "routes", "test", "--config.file=alertmanager.yml", *words, cwd=FOLDER)
 
     assert (code, text.splitlines()[0]) == (0, receiver)
+
+
+MUTED = [
+    {"alertname": "SentinelRunSilent", "instance": "a", "run": "r"},
+    {"alertname": "SentinelIncidentOpen", "instance": "a", "run": "r"},
+    {"alertname": "SentinelDiskLow", "instance": "a", "directory": "runs"},
+]
+HEARD = [
+    {"alertname": "SentinelDown", "instance": "a"},
+    {"alertname": "SentinelIncident", "run": "r", "incident": "i1", "page": "yes", "severity": "critical"},
+    {"alertname": "SentinelDiskRefuses", "instance": "a", "run": "r"},
+    # Another daemon, another run, and what a daemon that is down does not explain.
+    {"alertname": "SentinelRunSilent", "instance": "b", "run": "s"},
+    {"alertname": "SentinelIncidentOpen", "instance": "b", "run": "s"},
+    {"alertname": "SentinelBlind", "instance": "a", "run": "r"},
+    {"alertname": "Watchdog"},
+]
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_real_alertmanager_mutes_what_follows_and_nothing_else(tmp_path):
+    need("prometheus-alertmanager")
+    url = f"http://127.0.0.1:{free_port()}"
+    arguments = [
+        shutil.which("prometheus-alertmanager"), f"--config.file={FOLDER / 'alertmanager.yml'}",
+        f"--storage.path={tmp_path / 'am'}", "--cluster.listen-address=",
+        f"--web.listen-address={url.removeprefix('http://')}",
+    ]  # fmt: skip
+
+    with program(arguments, f"{url}/-/ready", tmp_path / "log"):
+        get(f"{url}/api/v2/alerts", json.dumps([{"labels": labels} for labels in (*MUTED, *HEARD)]).encode())
+        wait_for(lambda: len(get_json(f"{url}/api/v2/alerts")) == len(MUTED) + len(HEARD))
+        found = {
+            tuple(sorted(one["labels"].items())): bool(one["status"]["inhibitedBy"])
+            for one in get_json(f"{url}/api/v2/alerts")
+        }
+
+    expected = {tuple(sorted(labels.items())): labels in MUTED for labels in (*MUTED, *HEARD)}
+    assert found == expected
 
 
 def test_inhibition_names_alerts_that_there_are():

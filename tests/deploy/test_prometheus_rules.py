@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sentinel.cli.serve import serve
 from sentinel.report.prometheus_page import MetricsCollector
 
 from ..support.servers import need, run_tool
@@ -36,6 +37,14 @@ def test_prometheus_takes_configuration_and_rules():
     code, text = run_tool("promtool", "check", "config", "prometheus.yml", cwd=PROMETHEUS)
 
     assert code == 0, text
+
+
+def test_the_port_that_is_scraped_is_the_one_that_the_daemon_listens_on():
+    [scrape] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    [listen] = [option.default for option in serve.params if option.name == "listen"]
+
+    assert scrape["static_configs"] == [{"targets": [listen]}]
+    assert scrape["job_name"] == "sentinel"
 
 
 @pytest.mark.parametrize("alert", ALERTS)
