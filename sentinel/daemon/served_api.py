@@ -171,7 +171,11 @@ class ServedApi:
         found = [(one, bodies) for one in self._chosen(run) if (bodies := one.journal.found.incident_revisions(incident))]
         if len(found) != 1:
             where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
-            what = f"{len(found)} runs have one: say which with ?run=NAME" if found else "there is none, open or over"
+            what = (
+                f"{len(found)} runs have one: say which with ?run=NAME"
+                if found
+                else "there is none, open or over; what is older than the retention is deleted"
+            )
             raise UnknownIncident(f'incident "{incident[:80]}" of {where}: {what}')
         [(one, bodies)] = found
         revisions = tuple(msgspec.json.decode(body, type=Incident) for body in bodies)

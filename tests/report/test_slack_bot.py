@@ -125,6 +125,19 @@ def test_news_of_an_incident_of_a_digest_is_said_in_the_thread_of_the_digest():
     assert [one["text"].splitlines()[0] for one in slack.replies] == ["CRITICAL resolved: run r: NaN in blocks.3, step 7"]
 
 
+def test_a_message_says_what_a_digest_said_of_its_incident():
+    slack = FakeSlack()
+    bot = a_bot(slack)
+    alerts = [alerts_of(an_incident(n, severity=Severity.CRITICAL))[0] for n in range(8)]
+    bot.deliver(alerts[:1], 9.0)
+    over = alerts_of(alerts[0].incident, an_incident(0, revision=2, severity=Severity.CRITICAL, state="resolved"))[-1]
+
+    assert bot.deliver([over, *alerts[1:]], 9.0).outcome == "sent"
+
+    assert texts_of(slack) == ["CRITICAL resolved: run r: NaN in blocks.3, step 7", "8 alerts at once in run r"]
+    assert slack.replies == []
+
+
 def test_notes_are_bounded_and_other_daemons_are_believed(tmp_path):
     journal = Journal(tmp_path / "journal.sqlite")
     notes = RunNotes(lambda run: journal.values)

@@ -11,7 +11,7 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.errors import MALFORMED, ConfigError
 from sentinel.report.alert import Alert, RouteConfig
-from sentinel.report.message import AlertMessage
+from sentinel.report.message import AlertMessage, worst_first
 from sentinel.report.message_writer import MessageWriter
 from sentinel.report.sinks.delivery import Delivery, DeliveryNotes, Poster, SinkParts, check_url, host_of
 from sentinel.report.sinks.secret import read_secret
@@ -24,6 +24,9 @@ GONE = frozenset({"message_not_found", "cant_update_message", "edit_window_close
 """Errors of chat.update that mean that the message is no more, or is not ours any more: it is posted anew."""
 LOUD = frozenset({"raised", "worse", "reopened"})
 """Changes that are shown in the channel too: a reply in a thread, and an edit, notify nobody who does not follow them."""
+MAX_EDITS = 20
+"""Most messages that are edited behind a digest. Too small: messages go on saying what was; too large: Slack, which allows
+about fifty edits a minute, refuses them."""
 SILENT_FIELDS = frozenset({"commands", "steps", "since"})
 """Fields that change with every revision, or never: no reply is made of them."""
 
@@ -160,8 +163,21 @@ class SlackBotSink:
     def _digest(self, alerts: Sequence[Alert], now: float) -> Delivery:
         body = {"channel": self._channel, **digest_blocks(alerts, self._writer, self._mention)}
         delivery = self._call("chat.postMessage", body, now)
-        self._note([alert for alert in alerts if self._noted(alert) is None], delivery, is_digest=True)
+        if delivery.outcome == "sent":
+            known = {alert.key: note for alert in alerts if (note := self._noted(alert)) is not None}
+            self._note([alert for alert in alerts if alert.key not in known], delivery, is_digest=True)
+            for alert in [one for one in worst_first(alerts) if one.key in known][:MAX_EDITS]:
+                self._refresh(alert, known[alert.key], now)
         return delivery
+
+    def _refresh(self, alert: Alert, note: SlackNote, now: float) -> None:
+        """Have the message of an incident say what the digest says of it. It is news no more: what fails stays as it was."""
+        if note.is_digest:
+            return
+        message = self._writer.write(alert)
+        body = {"channel": note.channel, "ts": note.ts, **self._blocks(alert, message)}
+        if self._call("chat.update", body, now).outcome == "sent":
+            self._write(alert, msgspec.structs.replace(note, told=alert.key, fields=_hashes(message)))
 
     def _blocks(self, alert: Alert, message: AlertMessage) -> dict[str, Any]:
         return {**message_blocks(alert, message, self._mention), "unfurl_links": False}
