@@ -23,7 +23,13 @@ from sentinel.store.run_paths import RunPaths, runs_in
 @click.command()
 @click.argument("incident", default="worst")
 @click.option("-d", "--dir", "directory", help="A run, its name, or a directory of runs. Default: $SENTINEL_DIR.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object: the incident, steps, diagnosis, reasons, to_do, facts, refined, root, first_causes, "
+    "cascade and the rest of the text's parts, the text itself under text.",
+)
 def explain(incident: str, directory: str | None, as_json: bool) -> int:
     """Tell the story of an incident: what came first and where, how it spread, what followed, who was notified.
 

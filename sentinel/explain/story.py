@@ -23,6 +23,7 @@ from sentinel.recorded_incidents import find_incident, incident_members, inciden
 
 MAX_CAUSES_SHOWN = 8
 MAX_COUNTS_SHOWN = 12
+_REFINED = "refined at step"
 
 
 class SentAlert(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +62,24 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     """What each of the first causes alone can have made, those that are shown."""
     alerts: tuple[SentAlert, ...] = ()
 
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Evidence that was known at once, whatever is suspected."""
+        return tuple(line for line in self.incident.facts if _REFINED not in line)
+
+    @property
+    def refined(self) -> tuple[str, ...]:
+        """Evidence that escalation added."""
+        return tuple(line for line in self.incident.evidence if _REFINED in line)
+
     def as_object(self) -> dict[str, Any]:
-        """Return the story as JSON-able data, its text under `text`."""
+        """Return the story as JSON-able data: its fields, what the text makes of the incident's, and the text itself."""
+        one = self.incident
         result: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
-        return result | {"text": render(self)}
+        return result | {
+            "steps": one.steps, "diagnosis": one.suspected, "reasons": list(one.reasons), "to_do": one.to_do,
+            "facts": list(self.facts), "refined": list(self.refined), "text": render(self),
+        }  # fmt: skip
 
 
 def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]] = ()) -> Story:
@@ -188,11 +203,10 @@ def _suspected(story: Story) -> list[str]:
 
 
 def _black_box(story: Story) -> list[str]:
-    facts = [line for line in story.incident.facts if "refined at step" not in line]
-    if not facts and not story.borders:
+    if not story.facts and not story.borders:
         return []
     lines = ["", "What was known at once"]
-    lines += [f"  {fact}" for fact in facts]
+    lines += [f"  {fact}" for fact in story.facts]
     if story.borders:
         names = list(dict.fromkeys(f"{one.kind} of {one.tag_name}" for one in story.borders))
         shown = ", ".join(names[:6]) + (f", and {len(names) - 6} more" if len(names) > 6 else "")
@@ -201,8 +215,7 @@ def _black_box(story: Story) -> list[str]:
 
 
 def _escalation(story: Story) -> list[str]:
-    refined = [line for line in story.incident.evidence if "refined at step" in line]
-    if not story.commands and not refined:
+    if not story.commands and not story.refined:
         return []
     lines = ["", "What escalation added"]
     for one in story.commands:
@@ -213,7 +226,7 @@ def _escalation(story: Story) -> list[str]:
     if story.inside:
         num = _count(len(story.inside), "anomaly", "anomalies")
         lines.append(f"  seen from inside: {num}, the first {place_words(story.inside[0])}")
-    lines += [f"  {line}" for line in refined]
+    lines += [f"  {line}" for line in story.refined]
     return lines
 
 

@@ -93,6 +93,21 @@ def test_story_as_data(run):
     assert msgspec.json.decode(msgspec.json.encode(story.as_object()))["text"] == render(story)
 
 
+def test_all_that_the_text_says_of_the_incident_is_in_the_data(run):
+    story = story_of(run, "latest", alerts(run))
+    evidence = ("suspected hardware: rank 3 alone", "suspected hardware: to do: move it", "seen in segment blocks.2")
+    one = msgspec.structs.replace(story.incident, suspected="hardware", evidence=(*evidence, *story.refined))
+
+    told = msgspec.structs.replace(story, incident=one).as_object()
+
+    assert (told["steps"], told["diagnosis"], told["to_do"]) == (one.steps, "hardware", "move it")
+    assert told["reasons"] == ["rank 3 alone"]
+    assert told["facts"] == ["seen in segment blocks.2"]
+    assert len(told["refined"]) == 1
+    for words in (told["steps"], told["diagnosis"], told["to_do"], *told["reasons"], *told["facts"], *told["refined"]):
+        assert words in told["text"]
+
+
 def test_a_story_survives_the_loss_of_its_records(run):
     for path in (run / "anomalies").iterdir():
         path.unlink()
