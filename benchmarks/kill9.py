@@ -57,8 +57,8 @@ def faults(num_steps: int) -> dict[str, tuple[int, ...]]:
     return {"nan_steps": nan_steps, "spike_steps": tuple(base + step for base in rounds for step in (80, 200))}
 
 
-def serve(run_dir: Path, config: Path) -> subprocess.Popen[bytes]:
-    """Start the daemon of a run, which closes open steps when it is ended in order."""
+def serve(run_dir: Path, config: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Start the daemon of a run, which closes open steps when it is ended in order. options: further ones of `serve`."""
     command = [
         sys.executable,
         "-m",
@@ -69,6 +69,7 @@ def serve(run_dir: Path, config: Path) -> subprocess.Popen[bytes]:
         "--no-http",
         "--config",
         str(config),
+        *options,
     ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
@@ -88,9 +89,9 @@ def progress(run_dir: Path) -> tuple[int, int]:
         journal.close()
 
 
-def finish(run_dir: Path, config: Path, num_steps: int, timeout_s: float = 60.0) -> None:
+def finish(run_dir: Path, config: Path, num_steps: int, timeout_s: float = 60.0, options: tuple[str, ...] = ()) -> None:
     """Serve until every step is judged, then end in order."""
-    process = serve(run_dir, config)
+    process = serve(run_dir, config, *options)
     deadline = time.monotonic() + timeout_s
     lock = RunPaths.of(run_dir).lock_directory / "lock"
     # Its own name in the lock says that it has begun, and so has handlers for the signal that ends it in order.
@@ -114,9 +115,9 @@ def reported(run_dir: Path) -> list[str]:
         journal.close()
 
 
-def write_slowly(run_dir: Path, num_steps: int, pause_s: float) -> None:
-    """Write a run at the pace of a training; the body of the writer process."""
-    recording = Recording(run_dir, **faults(num_steps))
+def write_slowly(run_dir: Path, num_steps: int, pause_s: float, planted: dict[str, tuple[int, ...]] | None = None) -> None:
+    """Write a run at the pace of a training; the body of the writer process. planted: None: `faults`."""
+    recording = Recording(run_dir, **(planted or faults(num_steps)))
     for step in range(num_steps):
         recording.step(step)
         time.sleep(pause_s)
@@ -170,26 +171,41 @@ def campaign(where: Path, num_kills: int, rng: random.Random, *, is_live: bool, 
 
 def compare(golden: Path, disturbed: Path, where: Path) -> list[str]:
     """Return in words what is not the same in two runs."""
+    found = different_lines(golden, disturbed)
+    if reported(golden) != reported(disturbed):
+        found.append(f"expected the alerts {reported(golden)}, got {reported(disturbed)}")
+    return found + different_replay(disturbed, where)
+
+
+def different_lines(golden: Path, disturbed: Path) -> list[str]:
+    """Return in words where the anomalies or incidents of two runs are not the same, byte for byte."""
     found = []
     expected, got = list(lines_of(golden)), list(lines_of(disturbed))
     if not expected:
         found.append("the undisturbed run has no anomalies: nothing was compared")
     for number, (one, other) in enumerate(zip(expected, got, strict=False)):
         if one != other:
-            found.append(f"line {number}: expected {one[:300]!r}, got {other[:300]!r}")
+            found.append(f"line {number}: {_fields_that_differ(one, other)}")
             break
     if len(expected) != len(got):
         found.append(f"expected {len(expected)} lines, got {len(got)}")
-    if reported(golden) != reported(disturbed):
-        found.append(f"expected the alerts {reported(golden)}, got {reported(disturbed)}")
     ids = [msgspec.json.decode(line).get("id", "") + str(msgspec.json.decode(line).get("revision", "")) for line in got]
     if len(ids) != len(set(ids)):
         found.append("an anomaly or a revision is there twice")
+    return found
+
+
+def _fields_that_differ(one: bytes, other: bytes) -> str:
+    expected, got = msgspec.json.decode(one), msgspec.json.decode(other)
+    names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
+    return ", ".join(f"{name} of {got.get('id')}: expected {expected.get(name)!r}, got {got.get(name)!r}" for name in names)
+
+
+def different_replay(disturbed: Path, where: Path) -> list[str]:
+    """Return in words where a replay of a run differs from what its daemon wrote."""
     command = [sys.executable, "-m", "sentinel.cli", "replay", str(disturbed), "-o", str(where / "replayed")]
     replayed = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if replayed.returncode != 0:
-        found.append(f"the replay differs: {replayed.stderr[-1000:]}")
-    return found
+    return [f"the replay differs: {replayed.stderr[-1000:]}"] if replayed.returncode else []
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sentinel.daemon.commits import StepCommits
+from sentinel.daemon.commits import STEPS_PER_COMMIT, StepCommits
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
@@ -88,7 +88,7 @@ class LongRun:
             assert view.decision is not None
             self.commits.begin(view.decision)
             self.commits.add(self.stages.judged(view, view.decision.pack_hash), self.stages)
-            if step % 16 == 0:
+            if step % STEPS_PER_COMMIT == 0:
                 self.commits.flush(self.stages)
                 self.retention.turn(
                     self.snapshots.seq, self.stages.judge.open_incidents, time.time() + step / steps_per_second
@@ -176,6 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--journal-mib", type=int, default=32)
+    parser.add_argument("--minutes", type=float, default=600.0, help="End sooner, at the next twentieth of the way.")
     arguments = parser.parse_args()
     retention = RetentionConfig(
         journal_bytes=arguments.journal_mib * 2**20, anomalies_bytes=2**27, incidents_bytes=2**23, age_days=0
@@ -185,7 +186,10 @@ def main() -> int:
     print("   steps   RSS MiB   objects   state KiB   journal MiB   anomalies MiB   incidents MiB   steps/s", flush=True)
     try:
         run = LongRun(where / "run", retention)
+        ends = time.monotonic() + 60 * arguments.minutes
         for _ in range(20):
+            if time.monotonic() > ends:
+                break
             begun = time.perf_counter()
             run.steps(arguments.steps // 20)
             rate = arguments.steps / 20 / (time.perf_counter() - begun)
@@ -197,6 +201,7 @@ def main() -> int:
                 f"  {disk['journal']:12.1f}  {disk['anomalies']:14.1f}  {disk['incidents']:14.2f}  {rate:8.0f}",
                 flush=True,
             )
+        run_steps = run.journal.last_seq
         kept = run.journal.last_seq - run.journal.cut.seq
         to_judge = run.journal.last_seq - run.snapshots.seq
         lasting = run.stages.judge.open_incidents[0]
@@ -204,7 +209,7 @@ def main() -> int:
         took = [run.restarted_s() for _ in range(5)]
         members = f"{lasting.num_members} members, {lasting.revision} revisions"
         print(f"the lasting incident: {members}, opened at step {lasting.opened_step}")
-        print(f"the journal keeps {kept} of {arguments.steps} decisions, {to_judge} behind the newest snapshot")
+        print(f"the journal keeps {kept} of {run_steps} decisions, {to_judge} behind the newest snapshot")
         print(f"restart: {took[0]:.2f} s the first time, then {min(took[1:]):.2f} to {max(took[1:]):.2f} s")
     finally:
         shutil.rmtree(where)

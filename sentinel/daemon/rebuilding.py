@@ -200,11 +200,14 @@ class _Rebuilding:
         stages = RunStages(self.paths, self.config.judging, kept, lambda _: None, pack_hash=kept.newest_hash)
         stages.assembler.pack_hash = kept.newest_hash
         while True:
-            records = stages.follower.poll(final=True)
+            # Ranks may be writing: a torn tail is theirs to end, and what one wrote behind our back makes nobody late.
+            attempt, settled_step = stages.assembler.attempt, stages.assembler.newest_step
+            records = stages.follower.poll()
             stages.assembler.take(records, time.monotonic())
             stages.watch.tracker.receive(records)
             decided = stages.assembler.close(
                 time.monotonic(), stages.follower.behind,
+                settled_step=settled_step if stages.assembler.attempt == attempt else -1,
                 before_attempt=lambda number: stages.watch.before_attempt(number, time.time()),
             )  # fmt: skip
             has_any = False
