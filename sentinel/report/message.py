@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sentinel.anomaly import Severity
-from sentinel.incident import Incident
-from sentinel.report.alert import Alert
+from sentinel.incident import CLOSED_STATES, Incident
+from sentinel.report.alert import Alert, AlikeRuns
 from sentinel.report.alert_context import AlertContext
 
 MAX_RUN = 300
@@ -58,6 +58,8 @@ class AlertMessage(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     what: str
     """What happened, with its step."""
+    num_more: int = 0
+    """Further runs that it is about."""
     is_repeated: bool = False
     fields: tuple[tuple[str, str], ...] = ()
     """(name, text), what is asked first first; nothing that is empty."""
@@ -88,11 +90,12 @@ class AlertMessage(msgspec.Struct, frozen=True, kw_only=True):
     def _line(self, limit: int, carried: int) -> str:
         if self.title:
             return end_cut(self.title, limit)
+        more = f" and {self.num_more} more" if self.num_more else ""
         head, tail = f"{self.word}: run ", " (repeated)" if self.is_repeated else ""
         name = self.run
-        if len(head) + len(name) + min(len(self.what), LEAST_WHAT) + 2 > carried:
-            name = middle_cut(name, max(carried - len(head) - LEAST_WHAT - 2, LEAST_RUN))
-        head = f"{head}{name}: "
+        if len(head) + len(name) + len(more) + min(len(self.what), LEAST_WHAT) + 2 > carried:
+            name = middle_cut(name, max(carried - len(head) - len(more) - LEAST_WHAT - 2, LEAST_RUN))
+        head = f"{head}{name}{more}: "
         return head + end_cut(self.what, max(limit - len(head) - len(tail), 0)) + tail
 
 
@@ -102,6 +105,7 @@ def message_of(alert: Alert, done: Sequence[str] = (), links: Sequence[Link] = (
         word=_word(alert),
         run=visible(alert.incident.run, MAX_RUN),
         what=visible(_what(alert.incident), MAX_FIELD),
+        num_more=alert.alike.num_runs - 1 if alert.alike is not None else 0,
         is_repeated=alert.repeated,
         fields=tuple(facts(alert, done)),
         links=tuple(links),
@@ -118,6 +122,7 @@ def facts(alert: Alert, done: Sequence[str] = ()) -> list[tuple[str, str]]:
     incident, context = alert.incident, alert.context
     suspected = incident.suspected if incident.suspected != "unknown" else "not known" if incident.reasons else ""
     pairs = [
+        ("runs", _alike(alert.alike)),
         ("now", _OVER.get(incident.state, "")),
         ("merged into", incident.merged_into or ""),
         ("began with", incident.root_name),
@@ -185,12 +190,26 @@ def middle_cut(text: str, limit: int) -> str:
 
 def _word(alert: Alert) -> str:
     level = alert.incident.severity.value.upper()
+    if alert.alike is not None and alert.alike.num_open and alert.change in CLOSED_STATES:
+        # Some of them are over, which is no all-clear.
+        return f"{level}, {alert.alike.num_open} of {alert.alike.num_incidents} open"
     return _WORDS.get(alert.change, f"{{}} {alert.change}").format(level)
 
 
 def _what(incident: Incident) -> str:
     step = f"step {incident.opened_step}"
     return incident.title + ("" if re.search(rf"\b{step}\b", incident.title[:MAX_FIELD]) else f", {step}")
+
+
+def _alike(alike: AlikeRuns | None) -> str:
+    if alike is None or alike.num_runs < 2:
+        return ""
+    names = [middle_cut(name, PHONE // 2) for name in alike.runs[:8]]
+    more = f" and {alike.num_runs - len(names)} more" if alike.num_runs > len(names) else ""
+    return (
+        f"{alike.num_runs} with incidents that are alike, {alike.num_open} of {alike.num_incidents} open: "
+        f"{', '.join(names)}{more}; what follows is of the first"
+    )
 
 
 def _counted(items: list[str], most: int) -> str:

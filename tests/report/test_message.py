@@ -11,7 +11,7 @@ from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.incident import IncidentAct
 from sentinel.rank_identity import RankIdentity
-from sentinel.report.alert import Alert
+from sentinel.report.alert import Alert, AlikeRuns
 from sentinel.report.alert_context import AlertContext
 from sentinel.report.links import MessageLinks, check_template
 from sentinel.report.message import LEAST_RUN, MAX_FIELD, PHONE, facts, headline, message_of, middle_cut, visible
@@ -20,7 +20,7 @@ from sentinel.report.sample_alert import sample_alert
 from ..support.anomalies import an_incident
 
 ORDER = (
-    "now", "merged into",
+    "runs", "now", "merged into",
     "began with", "module", "segment", "ranks", "machines", "job", "labels",
     "since", "steps",
     "how bad", "cause", "because", "known",
@@ -56,9 +56,26 @@ FULL = an_alert(
 
 
 def test_everything_is_said_in_the_order_in_which_it_is_asked():
-    names = [name for name, _ in facts(FULL, done=["monitoring on from step 9"])]
+    alike = AlikeRuns(runs=("a", "b"), num_runs=2, num_incidents=2, num_open=0)
+    names = [name for name, _ in facts(msgspec.structs.replace(FULL, alike=alike), done=["monitoring on from step 9"])]
 
     assert names == list(ORDER)
+
+
+def test_runs_that_are_alike_are_counted_and_named():
+    runs = tuple(f"sweep-{n}" for n in range(20))
+    alert = msgspec.structs.replace(
+        an_alert(run="sweep-0", severity=CRITICAL), alike=AlikeRuns(runs=runs, num_runs=30, num_incidents=31, num_open=29)
+    )
+
+    message = message_of(alert)
+    said = dict(message.fields)["runs"]
+
+    assert message.headline() == "CRITICAL: run sweep-0 and 29 more: NaN in blocks.3, step 7"
+    assert said.startswith("30 with incidents that are alike, 29 of 31 open: sweep-0, sweep-1, ")
+    assert said.endswith("sweep-7 and 22 more; what follows is of the first")
+    long = message_of(msgspec.structs.replace(alert, incident=an_incident(run="x" * 200, title="y" * 99)))
+    assert " and 29 more: yyyyyyyy" in long.summary(1000)[:PHONE]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +115,18 @@ def test_each_line_says_what_is_true(name, text):
 )
 def test_the_headline_says_how_bad_which_run_and_what(alert, line):
     assert headline(alert) == line
+
+
+def test_the_end_of_some_of_many_is_no_all_clear():
+    some = AlikeRuns(runs=("a", "b"), num_runs=2, num_incidents=2, num_open=1)
+    none = msgspec.structs.replace(some, num_open=0)
+
+    assert headline(msgspec.structs.replace(an_alert("resolved"), alike=some)).startswith(
+        "WARNING, 1 of 2 open: run r and 1 more"
+    )
+    assert headline(msgspec.structs.replace(an_alert("resolved", state="resolved"), alike=none)).startswith(
+        "WARNING resolved: "
+    )
 
 
 def test_nobody_is_told_to_take_what_somebody_has_or_what_is_over():

@@ -3,6 +3,7 @@
 import random
 
 from sentinel.report.alert import RouteConfig, alerts_for
+from sentinel.report.alert_context import AlertContext
 from sentinel.report.outbox import MemoryOutbox
 from sentinel.report.pipeline import RetryPolicy, SinkWorker, Telling
 from sentinel.report.sinks.delivery import SENT, Delivery
@@ -67,7 +68,10 @@ class SinkBench:
         self.now = 1000.0
 
     def add(self, before, after):
-        self.outbox.add(alerts_for(before, after, ROUTES, self.now))
+        def context_of(incident):
+            return AlertContext(job=f"job of {incident.run}")
+
+        self.outbox.add(alerts_for(before, after, ROUTES, self.now, context_of))
 
     def turn(self):
         return self.worker.turn(self.now)

@@ -133,6 +133,7 @@ def together(parts: Sequence[Pending], thread: Thread | None, *, is_page: bool |
         alert=msgspec.structs.replace(
             first.alert,
             incident=incident,
+            context=(own or lead).context,
             change=change,
             is_page=any(part.alert.is_page for part in parts) if is_page is None else is_page,
             was_severity=None if thread is None else lead.incident.severity,

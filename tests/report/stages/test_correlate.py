@@ -57,6 +57,18 @@ def test_thirty_runs_that_fail_alike_are_one_page_one_update_and_one_end():
     assert bench.worker.num_waiting() == 0
 
 
+def test_a_message_about_many_says_the_machines_of_the_run_that_it_names():
+    bench = SinkBench(FakeSink(), telling=FLEET)
+    for number, run in enumerate(("a", "b", "c")):
+        at(bench, 1000.0 + 20 * number)
+        bench.add(None, an_incident(run=run, **FAULT))
+    at(bench, 2000.0)
+
+    alerts = [alert for alerts in bench.sink.received for alert in alerts]
+    assert len(alerts) > 1
+    assert [(one.incident.run, one.context.job) for one in alerts] == [("a", "job of a")] * len(alerts)
+
+
 def test_two_runs_that_fail_differently_are_two_messages():
     bench = SinkBench(FakeSink(digest_after=5), telling=FLEET)
     bench.add(None, an_incident(run="a", **FAULT))
