@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from sentinel.anomaly import Anomaly, is_liveness, is_nonfinite
 
+_ALL_DIGITS = 17
+"""Digits with which two different doubles are different words."""
 _VALUE_WORDS = {"nan": "NaN", "inf": "inf", "-inf": "-inf"}
 
 
@@ -21,6 +23,26 @@ def value_words(anomaly: Anomaly) -> str:
 def short_number(value: float | None) -> str:
     """`12.5`; `nothing` where there is none."""
     return "nothing" if value is None else f"{value:.4g}"
+
+
+def told_apart(value: float, other: float, digits: int = 4) -> tuple[str, str]:
+    """Return two numbers with the fewest digits, from `digits` on, that tell them apart; equal ones are equal words."""
+    words = (f"{value:.{digits}g}", f"{other:.{digits}g}")
+    while words[0] == words[1] and value != other and digits < _ALL_DIGITS:
+        digits += 1
+        words = (f"{value:.{digits}g}", f"{other:.{digits}g}")
+    return words
+
+
+def against_words(value: float | None, baseline: float | None) -> str:
+    """` 5.2 against 2.1`, ` 0.20572 against 0.20568`, ` 3, exactly its baseline`; what is not known is left out."""
+    if value is None or baseline is None:
+        return "".join(
+            f" {word}{short_number(one)}" for word, one in (("", value), ("against ", baseline)) if one is not None
+        )
+    if value == baseline:
+        return f" {short_number(value)}, exactly its baseline"
+    return " {} against {}".format(*told_apart(value, baseline))
 
 
 def where_words(rank: int | None, micro_step: int | None, step: int, ranks: Sequence[int] = ()) -> str:

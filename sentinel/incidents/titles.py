@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sentinel.anomaly import Anomaly, is_liveness, is_nonfinite
-from sentinel.anomaly_words import short_number, value_words, where_words
+from sentinel.anomaly_words import against_words, value_words, where_words
 from sentinel.kinds import Phase
 from sentinel.msprobe_tag import module_of
 from sentinel.order.origin import Origin, origin
@@ -58,6 +58,5 @@ def title_words(root: Anomaly, born: Origin) -> str:
     if root.statistic == "checksum":
         return f"{root.rule}: {root.message.partition(':')[0]}, step {root.step}"
     what = root.tag_name if root.kind == "scalar" else f"{root.statistic} of {root.tag_name} ({root.kind})"
-    value = "" if root.value is None else f" {short_number(root.value)}"
-    against = "" if root.baseline is None else f" against {short_number(root.baseline)}"
-    return f"{root.rule}: {what}{value}{against} {where_words(root.rank, root.micro_step, root.step)}"
+    figures = against_words(root.value, root.baseline)
+    return f"{root.rule}: {what}{figures} {where_words(root.rank, root.micro_step, root.step)}"

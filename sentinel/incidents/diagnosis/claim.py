@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from sentinel.anomaly_words import against_words
 from sentinel.incidents.diagnosis.evidence import Evidence, Sign
 from sentinel.kinds import STATE_KINDS, labels
 
@@ -141,8 +142,7 @@ def listed(numbers: Iterable[object], most: int = 8) -> str:
 def figures(sign: Sign) -> str:
     """`loss 5.2 against 2.1`, `norm of fc.weight (wgrad) 9 against 1`"""
     what = sign.name if sign.kind == "scalar" else f"{sign.statistic} of {sign.name} ({sign.kind})"
-    value = "" if sign.value is None else f" {sign.value:.4g}"
-    return what + value + ("" if sign.baseline is None else f" against {sign.baseline:.4g}")
+    return what + against_words(sign.value, sign.baseline)
 
 
 def times(sign: Sign) -> float:

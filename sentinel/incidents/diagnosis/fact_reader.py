@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from sentinel.anomaly import Anomaly, is_nonfinite
+from sentinel.anomaly_words import told_apart
 from sentinel.incidents.diagnosis.claim import is_narrow
 from sentinel.incidents.diagnosis.evidence import is_entry
 from sentinel.incidents.diagnosis.maker_reader import MakerReader
@@ -423,7 +424,7 @@ def _change(
         return "bit", f"the bit patterns differ by one bit, 2**{difference.bit_length() - 1}", None
     pair = _single_element(a, b) if difference < 2**32 else None
     if pair is not None:
-        return "element", f"one element alone differs, {pair[0]:.4g} against {pair[1]:.4g}", None
+        return "element", "one element alone differs, {} against {}".format(*told_apart(*pair)), None
     return "", "", None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sentinel.anomaly import Anomaly
+from sentinel.anomaly_words import told_apart
 from sentinel.detect import Declaration
 from sentinel.run_end import ALL_TOGETHER, CRASHES, EXCEPTION, OUT_OF_MEMORY, SILENCE, RankEnd, RunEnd, end_words
 
@@ -57,20 +58,23 @@ def excursion(
 
     declared: what the detector says of itself: what its anomalies mean, and whether its baseline is a limit.
     """
-    text = f"{subject(kind, name, statistic)} is {number(value)}"
+    said, usual = told_apart(value, baseline)
+    text = f"{subject(kind, name, statistic)} is {said}"
     if math.isfinite(baseline):
         ratio = value / baseline if baseline and value / baseline > 0 else math.nan
         if declared is not None and declared.is_limit:
-            text += f", past the limit {number(baseline)}"
+            text += f", past the limit {usual}"
         elif value == baseline and not direction:
             text += ", exactly what it was before"
+        elif number(ratio) == "1":
+            text += ", exactly its baseline" if value == baseline else f", its baseline {usual}"
         elif math.isfinite(ratio) and ratio >= 1.0 and direction >= 0:
             how = f"{number(ratio)} times" if ratio < _MUCH else f"{ratio:.1e} times"
-            text += f", {how} its baseline {number(baseline)}"
+            text += f", {how} its baseline {usual}"
         elif math.isfinite(ratio) and 0 < ratio < 1.0 and direction <= 0:
-            text += f", 1/{number(1.0 / ratio)} of its baseline {number(baseline)}"
+            text += f", 1/{number(1.0 / ratio)} of its baseline {usual}"
         else:
-            text += f", its baseline {number(baseline)}"
+            text += f", its baseline {usual}"
     text += f" (score {number(score)}, 1 is anomalous)"
     meaning = declared.meaning(direction) if declared is not None else ""
     return "; ".join(part for part in (text, why, meaning) if part)
@@ -85,14 +89,17 @@ def skewed(
 ) -> str:
     """Return the message of a rank that is away from its peers: by how much, from whom, and what it usually means."""
     what = f"gain of {name} (its output's rms over its input's)" if statistic == GAIN else subject(kind, name, statistic)
-    text = f"{what} of rank {rank} is {number(value)}"
+    said, usual = told_apart(value, middle)
+    text = f"{what} of rank {rank} is {said}"
     ratio = value / middle if middle and math.isfinite(middle) else math.nan
-    if ratio >= 1.0:
-        text += f", {number(ratio) if ratio < _MUCH else f'{ratio:.1e}'} times the {number(middle)} of {ranks(peers)}"
+    if number(ratio) == "1":
+        text += f", that of {ranks(peers)} {usual}"
+    elif ratio >= 1.0:
+        text += f", {number(ratio) if ratio < _MUCH else f'{ratio:.1e}'} times the {usual} of {ranks(peers)}"
     elif 0 < ratio < 1.0:
-        text += f", 1/{number(1.0 / ratio)} of the {number(middle)} of {ranks(peers)}"
+        text += f", 1/{number(1.0 / ratio)} of the {usual} of {ranks(peers)}"
     else:
-        text += f", that of {ranks(peers)} {number(middle)}"
+        text += f", that of {ranks(peers)} {usual}"
     if not is_sure:
         return f"{text}; nothing tells which of the two is wrong"
     if statistic == GAIN:
