@@ -3,7 +3,7 @@
     python benchmarks/cardinality.py
 
 Each run has the rules of the default pack, norms of eight kinds on sixteen pipeline stages, twenty scalars of its own and
-twelve codes of health records. The daemon has sixteen sinks and everything else that can be configured.
+twelve codes of health records. The daemon has twelve sinks and everything else that can be configured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sentinel.report.prometheus_page import MAX_SERIES, MetricsCollector
 from sentinel.rules.language.loader import load_pack
 
 NUM_RANKS = 4096
-NUM_SINKS = 16
+NUM_SINKS = 12
 KINDS = ("param", "wgrad", "activation", "dgrad", "residual", "exp_avg", "exp_avg_sq", "update")
 
 

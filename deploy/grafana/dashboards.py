@@ -59,8 +59,8 @@ def overview() -> dict[str, Any]:
             "step time, s": "sentinel_step_duration_seconds{%R}",
             "loss": "sentinel_loss{%R}",
             "ranks expected": "sentinel_expected_ranks{%R}",
-            "ranks heard": 'sum by (run) (sentinel_ranks{%R, state!="missing"})',
-            "critical": 'sum by (run) (sentinel_open_incidents{%R, severity="critical"})',
+            "ranks heard": 'sum by (job, instance, run) (sentinel_ranks{%R, state!="missing"})',
+            "critical": 'sum by (job, instance, run) (sentinel_open_incidents{%R, severity="critical"})',
         },
         "run",
         hidden=("Value #A",),
@@ -404,9 +404,10 @@ def daemon() -> dict[str, Any]:
         ),
         graph(
             "Waiting alerts",
-            "In the outbox.",
+            "In the outbox; withheld are those that wait for people or for the calendar, not for the sink.",
             "short",
             target("sum by (sink) (sentinel_notifications_pending{%I})", "{{sink}}"),
+            target("sum by (sink) (sentinel_notifications_withheld{%I})", "{{sink}} withheld"),
         ),
         graph(
             "Keep-alives",

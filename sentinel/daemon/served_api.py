@@ -289,6 +289,7 @@ class ServedApi:
             sinks=tuple(workers),
             notifications=self._notifying.notifier.counts(),
             notifications_pending=self._notifying.notifier.pending(),
+            notifications_withheld=self._notifying.notifier.withheld(),
             keep_alives={name: worker.num_keep_alives for name, worker in workers.items()},
             delivery_latency={name: worker.latency.read() for name, worker in workers.items()},
             reloads={

@@ -146,6 +146,8 @@ class MetricsSnapshot(msgspec.Struct, kw_only=True):
     """(sink, outcome) -> number."""
     notifications_pending: Mapping[str, int] = {}
     """Sink -> alerts in the outbox."""
+    notifications_withheld: Mapping[str, int] = {}
+    """Sink -> those of them that wait for people or for the calendar."""
     keep_alives: Mapping[str, int] = {}
     """Sink -> times that open incidents were sent again to a sink that forgets them."""
     delivery_latency: Mapping[str, Distribution] = {}

@@ -134,7 +134,7 @@ class SinkWorker:
         self.problem = ""
         """Why the last request failed; empty after one that did not."""
         self.latency = DurationCounts(LATENCY_BOUNDS_S)
-        """From the judgement of an alert to the sink's answer that it has it."""
+        """From the judgement of an alert, or from when it was no longer withheld, to the sink's answer that it has it."""
         self.num_keep_alives = 0
         """Times that open incidents were sent again."""
         self.sending_s = 0.0
@@ -188,6 +188,8 @@ class SinkWorker:
         """Deliveries that this process began, and knows not to have been received as a whole."""
         self._withheld: frozenset[int] = frozenset()
         """Positions of what waits for people or for the calendar."""
+        self._let_go: dict[int, float] = {}
+        """Position of what was withheld -> when it was no longer: from then on it waits for the sink."""
         self._unfinished: list[_Settlement] = []
         """What the outbox could not yet write down: never sent again meanwhile."""
 
@@ -208,6 +210,7 @@ class SinkWorker:
         for positions, outcome in turn.settled:
             self._settle(positions, outcome)
         self._finish_unfinished()
+        self._let_go |= dict.fromkeys(self._withheld - turn.withheld, now)
         self._withheld = frozenset(turn.withheld)
         if not batch:
             return _earlier(due, turn.due)
@@ -221,6 +224,11 @@ class SinkWorker:
         """Return how many rows of this sink have no outcome."""
         num_unfinished = sum(len(one.positions) for one in self._unfinished)
         return max(self._outbox.num_waiting(topic(self.sink.name)) - num_unfinished, 0)
+
+    @property
+    def num_withheld(self) -> int:
+        """How many rows wait for people or for the calendar: silences, maintenance, hours, inhibition."""
+        return len(self._withheld)
 
     def num_sendable(self) -> int:
         """Return how many rows wait for this sink alone, and not for people or for the calendar."""
@@ -252,6 +260,7 @@ class SinkWorker:
         alive = {row.position for row in rows}
         self._failures = {position: number for position, number in self._failures.items() if position in alive}
         self._alerts = {position: alert for position, alert in self._alerts.items() if position in alive}
+        self._let_go = {at: when for at, when in self._let_go.items() if at in alive}
         done = {position for one in self._unfinished for position in one.positions}
         return [one for row in rows if row.position not in done and (one := self._parse(row)) is not None]
 
@@ -340,7 +349,8 @@ class SinkWorker:
             self.problem = ""
             self._num_failures_in_a_row = 0
             for one in batch:
-                self.latency.observe(now + self._took_s - one.alert.created)
+                begun = max([one.alert.created, *(self._let_go.get(at, 0.0) for at in one.positions)])
+                self.latency.observe(now + self._took_s - begun)
             self._last_sent = now
             self._digest.note_sent(batch, now)
             self._take_received(batch, now)
@@ -521,6 +531,10 @@ class Notifier:
     def counts(self) -> dict[tuple[str, str], int]:
         """Return (sink, outcome) -> number, zeros included: `MetricsSnapshot.notifications`."""
         return {(name, outcome): worker.counts[outcome] for name, worker in self.workers.items() for outcome in OUTCOMES}
+
+    def withheld(self) -> dict[str, int]:
+        """Return sink -> alerts that wait for people or for the calendar: `MetricsSnapshot.notifications_withheld`."""
+        return {name: worker.num_withheld for name, worker in self.workers.items()}
 
     def pending(self) -> dict[str, int]:
         """Return sink -> alerts that wait: `MetricsSnapshot.notifications_pending`."""

@@ -34,7 +34,8 @@ MAX_SERIES = 5000
 """Most series of a daemon, a bound on Prometheus's memory whatever is trained: 100 runs of 4,096 ranks fit."""
 MAX_RUNS = 100
 """Runs shown at once, those that are live and those with the newest records first."""
-MAX_SINKS = 16
+MAX_SINKS = 12
+"""Sinks shown, in the order of the configuration."""
 DAEMON_SERIES = 500
 """Room kept for what is said of the daemon itself, `MAX_SINKS` sinks included."""
 MAX_LABEL = 128
@@ -148,6 +149,9 @@ def _notifications(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         "sentinel_notifications", "What became of notifications, by sink and outcome.", labels=["sink", "outcome"]
     )
     pending = GaugeMetricFamily("sentinel_notifications_pending", "Alerts in the outbox.", labels=["sink"])
+    withheld = GaugeMetricFamily(
+        "sentinel_notifications_withheld", "Of them those that wait for people or for the calendar.", labels=["sink"]
+    )
     keep_alives = CounterMetricFamily(
         "sentinel_keep_alives", "Times that open incidents were sent again to a sink that forgets them.", labels=["sink"]
     )
@@ -160,10 +164,11 @@ def _notifications(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         for outcome in OUTCOMES:
             sent.add_metric([sink, outcome], snapshot.notifications.get((sink, outcome), 0))
         pending.add_metric([sink], snapshot.notifications_pending.get(sink, 0))
+        withheld.add_metric([sink], snapshot.notifications_withheld.get(sink, 0))
         keep_alives.add_metric([sink], snapshot.keep_alives.get(sink, 0))
         if sink in snapshot.delivery_latency:
             _add_distribution(latency, [sink], snapshot.delivery_latency[sink])
-    yield from (sent, pending, keep_alives, latency)
+    yield from (sent, pending, withheld, keep_alives, latency)
 
 
 def _stages(snapshot: MetricsSnapshot) -> Iterator[Metric]:

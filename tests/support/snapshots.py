@@ -9,6 +9,7 @@ import msgspec
 
 from sentinel.report.durations import DurationCounts
 from sentinel.report.metrics import MetricsSnapshot, NormAggregate, RunMetrics
+from sentinel.report.pipeline import LATENCY_BOUNDS_S
 
 
 def full_run(name: str = "run", **changes: Any) -> RunMetrics:
@@ -28,7 +29,7 @@ def full_run(name: str = "run", **changes: Any) -> RunMetrics:
 def full_snapshot(runs: tuple[RunMetrics, ...], num_sinks: int = 1, **changes: Any) -> MetricsSnapshot:
     """Return what a daemon says of which everything is configured."""
     sinks = tuple(f"sink-{number}" for number in range(num_sinks))
-    latency = DurationCounts((0.25, 1.0))
+    latency = DurationCounts(LATENCY_BOUNDS_S)
     latency.observe(0.3)
     full = MetricsSnapshot(
         runs=runs, sinks=sinks, start_time=1.0, reload_times={"rules": 1.0, "config": 2.0},

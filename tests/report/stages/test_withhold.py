@@ -51,6 +51,7 @@ def test_what_is_withheld_is_told_once_afterwards_in_its_newest_words(withheld):
     bench.add(an_incident(**CRITICAL), an_incident(revision=2, num_worse=1, **CRITICAL))
     bench.turn()
     assert bench.sink.received == [] and bench.worker.num_sendable() == 0
+    assert bench.worker.num_withheld == 2
 
     assert due in (1600.0, 1620.0)
     bench.run()
@@ -58,6 +59,8 @@ def test_what_is_withheld_is_told_once_afterwards_in_its_newest_words(withheld):
     assert bench.received() == [[("i1", "opened")]]
     assert bench.sink.received[0][0].is_page and bench.sink.received[0][0].incident.num_worse == 1
     assert bench.now == due
+    # The sink did not keep it waiting.
+    assert bench.worker.latency.read().sum_s < 60.0 and bench.worker.num_withheld == 0
 
 
 def test_what_ended_unsaid_is_told_to_nobody_whatever_it_was(withheld):
