@@ -3,7 +3,8 @@
     python benchmarks/fuzz.py [SUBJECT...] [--cases 1000000] [--seed 0] [--write]
 
 Subjects: frames (written into the spool of one of two ranks, followed, assembled, judged), configs, packs, commands,
-http, anomalies, journals. A batch of cases depends on its seed alone: `--seed` of a failed batch makes it again, and
+http (what endpoints take), requests (bytes to a server that listens), acts, tokens (and certificates), directories (that
+others made), anomalies, journals. A batch of cases depends on its seed alone: `--seed` of a failed batch makes it again, and
 `--seed N` goes on where another run ended. What must hold: no exception but those that say what is wrong; of frames, that
 every step of the other rank is judged whole and its NaN is found; no batch over 30 s of processor time or 2 GiB.
 """
@@ -13,14 +14,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import random
 import resource
+import socket
 import sqlite3
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,16 @@ from typing import Any
 import msgspec
 import yaml
 
+from sentinel.control.acts import ActInbox
 from sentinel.daemon.config import DaemonConfig, load_config
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.http.app import make_app
+from sentinel.daemon.http.certificate import expiry
 from sentinel.daemon.http.config import HttpConfig
+from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.request_gate import RequestGate
-from sentinel.daemon.http.tokens import Tokens
+from sentinel.daemon.http.server import HttpServer
+from sentinel.daemon.http.tokens import Scope, Tokens, read_tokens
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.serving import ServedRun
@@ -49,6 +56,7 @@ from sentinel.judge.packs import RulePacks
 from sentinel.messages import Ack, Bye, EndStep, Health, Heartbeat, LayoutChange, Vector, Vectors
 from sentinel.monitor_config import MonitorConfig, parse_config
 from sentinel.rules.language.loader import PACKS, load_pack
+from sentinel.store.foreign_copy import copy_run
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 from sentinel.testing.forging import Forger, samples
@@ -215,9 +223,9 @@ def http(seed: int, home: Path) -> int:
         notifying = Notifying(config.notify, {}, sys.stderr)
         api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, lambda: None)
         api.publish([run], {}, {}, is_caught_up=True)
-        tokens = Tokens(read="r" * 20, control="c" * 20)
-        client = TestClient(make_app(api, RequestGate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
-        headers = {"Authorization": "Bearer " + tokens.control}
+        known = Tokens(read="r" * 20, control="c" * 20)
+        client = TestClient(make_app(api, RequestGate(HttpConfig(), known)), base_url="http://127.0.0.1")
+        headers = {"Authorization": f"Bearer {known.control}"}
         for _ in range(50):
             path = rng.choice(("runs", "anomalies", "incidents", "series", "control"))
             query = {name: rng.choice((*ODD_WORDS, forger.word())) for name in rng.sample(PARAMETERS, 3)}
@@ -231,6 +239,131 @@ def http(seed: int, home: Path) -> int:
                 answer = client.get(f"/api/v1/{path}", params=query, headers=headers)
             assert answer.status_code < 500 or answer.status_code == 503, (path, query, answer.text[:200])
     return 50
+
+
+WHOLE_REQUESTS = (
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: text/plain\r\nAuthorization: Bearer x\r\n\r\n",
+    b"GET /api/v1/series?run=a&name=loss HTTP/1.1\r\nHost: 127.0.0.1:9464\r\nOrigin: http://localhost\r\n\r\n",
+    b'POST /api/v1/control HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 12\r\n\r\n{"run": "a"}',
+    b"POST /-/reload HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
+    b"GET / HTTP/1.0\r\n\r\n",
+)
+
+
+def requests(seed: int, home: Path) -> int:
+    """Forge the bytes of requests to a server that listens; it must answer or close each, and its health to the end."""
+    forger, rng = Forger(seed), random.Random(seed)
+    with _listening(home) as port:
+        for _ in range(200):
+            sent = rng.choice(WHOLE_REQUESTS)
+            with contextlib.suppress(ConnectionError):
+                _answer_to(port, forger.damaged(sent) if rng.random() < 0.9 else sent * rng.randrange(1, 20))
+        assert _answer_to(port, b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 200")
+    return 200
+
+
+@contextlib.contextmanager
+def _listening(home: Path) -> Iterator[int]:
+    config = DaemonConfig()
+    notifying = Notifying(config.notify, {}, sys.stderr)
+    api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, lambda: None)
+    api.publish([], {}, {}, is_caught_up=True)
+    api.reload = lambda: {"outcome": "ok"}  # type: ignore[method-assign]
+    server = HttpServer(api, HttpConfig(), Credentials(home, HttpConfig()))
+    server.start()
+    try:
+        yield server.port
+    finally:
+        server.stop()
+
+
+def _answer_to(port: int, sent: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=MAX_BATCH_S) as one:
+        one.sendall(sent)
+        one.shutdown(socket.SHUT_WR)
+        found = b""
+        while more := one.recv(65536):
+            found += more
+        return found
+
+
+def acts(seed: int, home: Path) -> int:
+    """Forge what people leave about incidents."""
+    forger, rng = Forger(seed), random.Random(seed)
+    whole = {"incident": "i1", "act": "ack", "who": "ada", "why": "x", "until": 9.0, "id": "a", "time": 1.0}
+    (home / "acts").mkdir(mode=0o700)
+    for at in range(100):
+        body = msgspec.json.encode(forger.value(whole))
+        (home / "acts" / f"{at}.json").write_bytes(forger.damaged(body) if rng.random() < 0.5 else body)
+    for path, _ in ActInbox(home, lambda why: None).waiting():
+        path.unlink()
+    return 100
+
+
+_CERTIFICATE = b"""-----BEGIN CERTIFICATE-----
+MIIBfzCCASWgAwIBAgIUeHwyggwQy5dgkKOuVJ7gGphzYQswCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyMzE4MDA0N1oYDzIwNTEwNzE1
+MTgwMDQ3WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAAQeKOuZqVF5ZPJlr7fibzXD6n8U0fm1BGGwjAL5T2geKB77XqIH8lAh
+Z9JWKPnrv5d3Cdyb6RPmXVPP1Ksk4XmMo1MwUTAdBgNVHQ4EFgQUCJRSQoIHpPqj
+oSm/L6OcxX0y4XcwHwYDVR0jBBgwFoAUCJRSQoIHpPqjoSm/L6OcxX0y4XcwDwYD
+VR0TAQH/BAUwAwEB/zAKBggqhkjOPQQDAgNIADBFAiBTbwTGGaVsQW+pqJr7xvh0
+wK+uh76W6TgXFr0/EY6LAQIhAMR2VIPv70Xk0YFjsAF1UGdPAvRp1dHad0QeHWvg
+VlXz
+-----END CERTIFICATE-----
+"""
+
+
+def tokens(seed: int, home: Path) -> int:
+    """Forge files of tokens, headers that carry one, and certificates."""
+    forger, rng = Forger(seed), random.Random(seed)
+    good = Tokens(read="r" * 20, control="c" * 20, silence=("s" * 20, "t" * 20))
+    path = home / "tokens.json"
+    for _ in range(100):
+        body = msgspec.json.encode(forger.value(msgspec.to_builtins(good)))
+        path.write_bytes(forger.damaged(body) if rng.random() < 0.5 else body)
+        path.chmod(0o600)
+        with contextlib.suppress(SentinelError):
+            read_tokens(path)
+        header = rng.choice(("Bearer ", "Basic ", "", "bearer")) + forger.word()
+        assert good.scope(header) is Scope.NOTHING or header.split()[1] in (*good.silence, good.read, good.control)
+        with contextlib.suppress(ValueError, IndexError):
+            expiry(forger.damaged(_CERTIFICATE).decode("ascii", "replace"))
+    return 300
+
+
+def directories(seed: int, home: Path) -> int:
+    """Plant what a run has not into its directory, and copy it as `sentinel open` does."""
+    forger, rng = Forger(seed), random.Random(seed)
+    (home / "key").write_text("SECRET")
+    run = home / "run"
+    for name in ("spool/r0", "anomalies", ".daemon", "control"):
+        (run / name).mkdir(parents=True)
+    folders = [run, *(one for one in run.rglob("*") if one.is_dir())]
+    for at in range(50):
+        name = forger.word().replace("/", "_").replace("\0", "_")[:50].strip(".") or f"n{at}"
+        path = rng.choice(folders) / rng.choice((name, "spool", "journal.sqlite", "incidents.jsonl", f"{at}.jsonl"))
+        with contextlib.suppress(OSError, ValueError):
+            _plant(rng.randrange(5), path, home / "key")
+    copy_run(run, home / "copy")
+    for path in (home / "copy").rglob("*"):
+        assert path.is_dir() or (path.is_file() and not path.is_symlink() and b"SECRET" not in path.read_bytes()), path
+    return 50
+
+
+def _plant(kind: int, path: Path, key: Path) -> None:
+    if os.path.lexists(path):
+        return
+    if kind == 0:
+        path.symlink_to(key)
+    elif kind == 1:
+        path.hardlink_to(key)
+    elif kind == 2:
+        os.mkfifo(path)
+    elif kind == 3:
+        path.mkdir()
+    else:
+        path.write_bytes(b"{}")
 
 
 def anomalies(seed: int, home: Path) -> int:
@@ -314,7 +447,8 @@ def _text(forger: Forger, whole: Any) -> bytes:
 
 
 SUBJECTS: dict[str, Callable[[int, Path], int]] = {
-    one.__name__: one for one in (frames, configs, packs, commands, http, anomalies, journals)
+    one.__name__: one
+    for one in (frames, configs, packs, commands, http, requests, acts, tokens, directories, anomalies, journals)
 }
 _PACKS = RulePacks([])
 _PACK = _PACKS.load()
@@ -323,7 +457,7 @@ _PACK = _PACKS.load()
 def main() -> int:
     """Return 1 when anything was brought down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subjects", nargs="*", choices=[*SUBJECTS, []], default=list(SUBJECTS), metavar="SUBJECT")
+    parser.add_argument("subjects", nargs="*", choices=SUBJECTS, default=[], metavar="SUBJECT")
     parser.add_argument("--cases", type=int, default=1_000_000, help="Cases of each subject.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the first batch; each batch takes the next.")
     parser.add_argument("--seconds", type=float, default=1e9, help="Longest time of each subject.")
@@ -332,7 +466,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     lines = [f"# {datetime.now(UTC):%Y-%m-%d}: python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}"]
     num_failed = 0
-    for name in given.subjects:
+    for name in given.subjects or SUBJECTS:
         begun, num_cases, seed, failed = time.monotonic(), 0, given.seed, 0
         slowest, before = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         while num_cases < given.cases and time.monotonic() - begun < given.seconds:
