@@ -6,6 +6,8 @@ import importlib
 import traceback
 from pathlib import Path
 
+from sentinel.printable import printable
+
 _OTHERS = (str(Path(importlib.__file__).parent), str(Path(__file__).parent), "<")
 """How the files begin that only hand their code on: the import system, this package, what is no file."""
 _LIBRARIES = ("/site-packages/torch/", "/site-packages/numpy/")
@@ -16,7 +18,7 @@ def described(error: BaseException) -> str:
     """Return `TypeError: no number (/site/their_package/sensor.py:12)`: one printable line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     text += raised_at(error)
-    return text if text.isprintable() else ascii(text)[1:-1]
+    return printable(text)
 
 
 def raised_at(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import tempfile
 from typing import IO, NoReturn
 
 from sentinel.exception_words import described
+from sentinel.printable import printable
 
 LIMIT_S = 30.0
 """Most seconds that the import of another package may take (chosen: torch off a slow disk takes 10 to 20). Smaller: packages
@@ -93,4 +94,4 @@ def _last_line(talk: IO[bytes]) -> str:
     talk.seek(0)
     lines = talk.read().decode("utf-8", "replace").splitlines()
     said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return said if said.isprintable() else ascii(said)[1:-1]
+    return printable(said)

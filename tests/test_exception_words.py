@@ -33,4 +33,4 @@ def test_a_place_in_sentinel_or_in_a_library_is_no_place_of_theirs() -> None:
 
 
 def test_what_was_never_raised_has_no_place_and_what_cannot_be_printed_is_escaped() -> None:
-    assert described(OSError("no \x1b[31m sensor")) == "OSError: no \\x1b[31m sensor"
+    assert described(OSError("no \x1b[31m sensor")) == "OSError: no \\u001b[31m sensor"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
         ("import os; os._exit(0)", "its import ends the process that imports it, with exit code 0"),
         (
             "import os; os.write(2, b'no \\x1b licence'); os._exit(3)",
-            "its import ends the process that imports it, with exit code 3; its last words: \"no \\x1b licence\"",
+            "its import ends the process that imports it, with exit code 3; its last words: \"no \\u001b licence\"",
         ),
         ("import os; os.kill(os.getpid(), 9)", "its import ends the process that imports it, with SIGKILL"),
         ("import os; os.kill(os.getpid(), 40)", "its import ends the process that imports it, with SIG40"),

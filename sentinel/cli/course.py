@@ -9,9 +9,10 @@ import msgspec
 
 from sentinel.daemon.gauges import WATCHED_FACT
 from sentinel.decision import STEP, TICK
+from sentinel.printable import printable
 from sentinel.run_end import GOODBYE, RunEnd, end_words
 from sentinel.store.journal import Journal
-from sentinel.store.run_paths import printable, runs_in
+from sentinel.store.run_paths import runs_in
 
 MAX_TICKS = 256
 """Newest ticks among which the end of a run is looked for; a bound on time: few ticks come after it."""

@@ -7,11 +7,13 @@ import os
 import sqlite3
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any, NoReturn
 
 import click
 
 from sentinel.errors import ConfigError, RuleError, SentinelError
+from sentinel.printable import PrintableLines, printable_lines
 from sentinel.version import VERSION
 
 CLEAN, FOUND, BAD_USAGE, LINT_ONLY = 0, 1, 2, 3
@@ -87,7 +89,15 @@ def sentinel() -> None:
 
 
 def run_cli(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code of `sentinel ARGUMENTS`; never raises for a user's mistake."""
+    """Return the exit code of `sentinel ARGUMENTS`; never raises for a user's mistake.
+
+    Names come from trainers and from files: what cannot be seen in them reaches no terminal.
+    """
+    with redirect_stdout(PrintableLines(sys.stdout)):
+        return _exit_code(arguments)
+
+
+def _exit_code(arguments: Sequence[str] | None) -> int:
     try:
         result: Any = sentinel.main(
             args=None if arguments is None else list(arguments), prog_name="sentinel", standalone_mode=False
@@ -120,7 +130,7 @@ def run_cli(arguments: Sequence[str] | None = None) -> int:
 
 def to_stderr(text: str) -> None:
     """Write one line to stderr."""
-    click.echo(f"sentinel: {text}", err=True)
+    click.echo(f"sentinel: {printable_lines(text)}", err=True)
 
 
 def main() -> NoReturn:

@@ -10,9 +10,9 @@ import click
 from sentinel.cli.main import run_cli, to_stderr
 from sentinel.errors import ConfigError
 from sentinel.known_words import near
+from sentinel.printable import printable
 from sentinel.run_name import folder_name
 from sentinel.store.foreign_copy import copy_run
-from sentinel.store.run_paths import printable
 
 NAMING: dict[str, tuple[str, ...]] = {
     "status": (), "topk": ("-d",), "explain": ("-d",), "export": (), "replay": (), "struct": (),

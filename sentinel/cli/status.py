@@ -21,9 +21,10 @@ from sentinel.errors import SentinelError
 from sentinel.incident import Incident
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.ingest.spool_room import NOTICED_SHARE, fullest
+from sentinel.printable import printable
 from sentinel.store.journal import Journal
 from sentinel.store.lock import holder
-from sentinel.store.run_paths import RunPaths, printable, runs_in
+from sentinel.store.run_paths import RunPaths, runs_in
 
 
 @click.command()

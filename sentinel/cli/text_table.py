@@ -9,6 +9,8 @@ from typing import Literal
 
 import click
 
+from sentinel.printable import printable
+
 LONG = ("file", "channel", "name", "rule")
 _COLOURS = {"critical": "bold red", "warning": "yellow"}
 
@@ -16,7 +18,7 @@ _COLOURS = {"critical": "bold red", "warning": "yellow"}
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
     """Print rows under their heads; `right` are the columns of numbers."""
     # Names come from files: nothing in them may move a terminal's cursor.
-    rows = [[cell if cell.isprintable() else ascii(cell)[1:-1] for cell in row] for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         _show_rich(columns, rows, right)
         return
@@ -41,4 +43,4 @@ def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
     for row in rows:
         # A tensor's name may hold square brackets: Text is not read as markup.
         table.add_row(*(Text(cell, style=_COLOURS.get(row[-1], "")) for cell in row))
-    Console().print(table)
+    Console(file=getattr(sys.stdout, "unfiltered", sys.stdout)).print(table)

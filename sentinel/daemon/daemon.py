@@ -30,6 +30,7 @@ from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
 from sentinel.errors import ConfigError, SentinelError, StoreError
 from sentinel.judge.packs import RulePacks
+from sentinel.printable import printable
 from sentinel.private_files import make_directory, refuse_foreign, tighten
 from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
@@ -41,7 +42,6 @@ from sentinel.store.run_paths import (
     RunPaths,
     further_runs,
     is_run,
-    printable,
     refuse_planted,
     refuse_unprintable,
     runs_in,

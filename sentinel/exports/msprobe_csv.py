@@ -20,6 +20,7 @@ from sentinel.exports.msprobe_format import (
     squashed,
 )
 from sentinel.messages import TensorInfo
+from sentinel.printable import printable
 
 MICRO_FILES = ("actv", "actv_grad")
 """Files whose lines always have a micro_step; rows folded over several have 0."""
@@ -163,7 +164,7 @@ def shape_text(shape: Sequence[int], num_elements: int) -> str:
 
 
 def _name(name: str) -> str:
-    return _quoted(guarded(name))
+    return _quoted(guarded(printable(name)))
 
 
 def _quoted(text: str) -> str:

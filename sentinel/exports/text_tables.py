@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from sentinel.csv_text import guarded
+from sentinel.printable import printable
 
 FORMATS = ("csv", "jsonl")
 
@@ -65,7 +66,7 @@ _WORDS = (bool, str)
 
 def _csv_text(value: object) -> object:
     if isinstance(value, str):
-        return guarded(value)
+        return guarded(printable(value))
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and math.isnan(value):

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from sentinel.printable import printable
 from sentinel.report import run_series
 from sentinel.report.durations import Distribution
 from sentinel.report.metrics import (
@@ -114,7 +115,7 @@ class MetricsCollector(Collector):
 
 def label_value(value: str) -> str:
     """Return what may stand in a label: visible characters alone, the others escaped; a long one ends with its hash."""
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in value[: 2 * MAX_LABEL])
+    shown = printable(value[: 2 * MAX_LABEL])
     if len(value) <= 2 * MAX_LABEL and len(shown) <= MAX_LABEL:
         return shown
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()

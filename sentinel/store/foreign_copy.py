@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from sentinel.errors import StoreError
+from sentinel.printable import printable
 from sentinel.private_files import create_file
-from sentinel.store.run_paths import printable
 
 MAX_FILE_BYTES = 4 * 2**30
 MAX_BYTES = 32 * 2**30

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sentinel.errors import StoreError
+from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
 
 OWNER = "run.json"
@@ -53,11 +54,6 @@ def runs_in(directory: Path) -> list[Path]:
 def further_runs(run_dir: Path) -> list[Path]:
     """Return the runs of further models that the same process trained beside this one."""
     return [one for one in sorted(run_dir.parent.glob(f"{glob.escape(run_dir.name)}+*")) if is_run(one)]
-
-
-def printable(name: str) -> str:
-    """Return a file's name with everything escaped that is no visible character: line breaks, bytes that are not UTF-8."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
 
 
 def refuse_unprintable(run_dir: Path) -> None:

@@ -30,6 +30,7 @@ from sentinel.errors import SentinelError, WireError
 from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange, Vectors
 from sentinel.native import crc32
 from sentinel.record import ROW_DTYPE
+from sentinel.wire.shown_names import shown
 
 PROTOCOL = 2
 """The newest that is understood here. A frame bears the oldest version that has its type: 1, or 2 for a change of layout.
@@ -264,7 +265,7 @@ def decode_message(frame: Frame) -> Message | None:
     try:
         if num_bytes > most:
             raise ValueError(f"expected at most {most} bytes, got {num_bytes}")
-        return decoder.decode(frame.payload)
+        return shown(decoder.decode(frame.payload))
     except RecursionError as error:
         raise WireError(f"{kind.name.lower()} frame {frame.header.seq}: containers nested too deeply") from error
     except (msgspec.DecodeError, SentinelError, ValueError, OverflowError, MemoryError) as error:

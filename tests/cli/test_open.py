@@ -131,7 +131,7 @@ PLANTED: list[tuple[Callable[[Path], None], str]] = [
         marks=pytest.mark.skipif(os.geteuid() != 0, reason="makes a device"),
     ),  # type: ignore[list-item]
     (huge, "anomalies/huge.jsonl: too large: 8589934592 bytes"),
-    (odd_name, r"anomalies/a\x1b[31m\nb.jsonl: a name that Sentinel gives to nothing"),
+    (odd_name, r"anomalies/a\u001b[31m\nb.jsonl: a name that Sentinel gives to nothing"),
     (pointing_state, ".daemon/state.json: not needed, and not believed"),
     (journal_link, ".daemon/journal.sqlite: expected a plain file or a directory, got a link"),
     (journal_with_a_view, ".daemon/journal.sqlite: expected tables and indexes, got also: view"),

@@ -200,7 +200,7 @@ def test_many_runs_are_bounded_newest_first():
     ("value", "shown"),
     [
         ('a"\\{}', 'a"\\{}'),
-        ("a\nb\x1b[31m\0", "a\\nb\\x1b[31m\\x00"),
+        ("a\nb\x1b[31m\0", "a\\nb\\u001b[31m\\u0000"),
         ("\udc80", "\\udc80"),
         ("é 日本", "é 日本"),
     ],

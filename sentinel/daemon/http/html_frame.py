@@ -6,6 +6,8 @@ import base64
 import hashlib
 from html import escape
 
+from sentinel.printable import printable_lines
+
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#1c2024;background:#fcfcfd}
 h1{font-size:1.3rem;margin:0 0 .2rem}h2{font-size:1.05rem;margin:2rem 0 .4rem}
@@ -36,4 +38,4 @@ def whole_page(title: str, body: str, *, refresh_s: int = 0) -> str:
 
 def text(value: object) -> str:
     """Return any value as text of a page or of an attribute."""
-    return escape("" if value is None else str(value), quote=True)
+    return escape("" if value is None else printable_lines(str(value)), quote=True)
