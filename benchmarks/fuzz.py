@@ -55,6 +55,7 @@ from sentinel.judge.judge import Judge
 from sentinel.judge.packs import RulePacks
 from sentinel.messages import Ack, Bye, EndStep, Health, Heartbeat, LayoutChange, Vector, Vectors
 from sentinel.monitor_config import MonitorConfig, parse_config
+from sentinel.report.silences import Silences
 from sentinel.rules.language.loader import PACKS, load_pack
 from sentinel.store.foreign_copy import copy_run
 from sentinel.store.run_paths import RunPaths
@@ -221,7 +222,7 @@ def http(seed: int, home: Path) -> int:
     with _served(home) as run:
         config = DaemonConfig()
         notifying = Notifying(config.notify, {}, sys.stderr)
-        api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, lambda: None)
+        api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, Silences(), lambda: None)
         api.publish([run], {}, {}, is_caught_up=True)
         known = Tokens(read="r" * 20, control="c" * 20)
         client = TestClient(make_app(api, RequestGate(HttpConfig(), known)), base_url="http://127.0.0.1")
@@ -266,7 +267,7 @@ def requests(seed: int, home: Path) -> int:
 def _listening(home: Path) -> Iterator[int]:
     config = DaemonConfig()
     notifying = Notifying(config.notify, {}, sys.stderr)
-    api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, lambda: None)
+    api = ServedApi(_PACKS, ConfigInForce(config, None, None, 0.0), notifying, Silences(), lambda: None)
     api.publish([], {}, {}, is_caught_up=True)
     api.reload = lambda: {"outcome": "ok"}  # type: ignore[method-assign]
     server = HttpServer(api, HttpConfig(), Credentials(home, HttpConfig()))

@@ -25,6 +25,7 @@ from sentinel.daemon.served_api import ServedApi
 from sentinel.incident import Incident
 from sentinel.printable import printable, printable_lines
 from sentinel.report.alert import Alert
+from sentinel.report.silences import Silences
 from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.delivery import SinkParts
 from sentinel.testing import Nan, SyntheticRun
@@ -68,7 +69,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def seen(text: str) -> str:
+def harmless(text: str) -> str:
     """The text, of which nothing may be unseen."""
     assert UNSEEN.search(text) is None, ascii(UNSEEN.search(text))
     assert "\nERROR forged line" not in text
@@ -95,8 +96,8 @@ def test_no_verb_prints_what_cannot_be_seen(hostile: Path, verb: list[str], capf
     run_cli([word.format(run=hostile) for word in verb])
 
     out, err = capfd.readouterr()
-    seen(err)
-    assert "layers.1" in seen(out) + err
+    harmless(err)
+    assert "layers.1" in harmless(out) + err
     if "--json" in verb:
         for line in out.splitlines():
             json.loads(line)
@@ -105,7 +106,7 @@ def test_no_verb_prints_what_cannot_be_seen(hostile: Path, verb: list[str], capf
 def test_no_cell_of_a_table_is_a_formula(hostile: Path, tmp_path: Path) -> None:
     run_cli(["export", str(hostile), "--kind", "wgrad", "--statistic", "norm", "-o", str(tmp_path / "t.csv")])
 
-    rows = list(csv.reader(io.StringIO(seen((tmp_path / "t.csv").read_text()))))
+    rows = list(csv.reader(io.StringIO(harmless((tmp_path / "t.csv").read_text()))))
     cells = [cell for row in rows for cell in row]
     assert any("layers.1" in cell for cell in cells)
     assert not [cell for cell in cells if cell.startswith(("=", "@", "\t", "\r", "+cmd"))]
@@ -115,7 +116,7 @@ def test_page_metrics_and_api_show_it_harmless(hostile: Path) -> None:
     run = served(hostile)
     config = DaemonConfig()
     notifying = Notifying(config.notify, {}, io.StringIO())
-    api = ServedApi(loaded_packs(), ConfigInForce(config, None, None, 0.0), notifying, print)
+    api = ServedApi(loaded_packs(), ConfigInForce(config, None, None, 0.0), notifying, Silences(), print)
     api.publish([run], {}, {}, is_caught_up=True)
     tokens = Tokens(read="r" * 16, control="c" * 16)
     client = TestClient(make_app(api, RequestGate(HttpConfig(), tokens)), base_url="http://127.0.0.1")
@@ -144,7 +145,7 @@ def test_messages_show_it_harmless(hostile: Path) -> None:
 
     ConsoleConfig().build(SinkParts(environ={}, stream=stream)).deliver(alerts, 0.0)
 
-    assert alerts and "forged line" in seen(stream.getvalue())
+    assert alerts and "forged line" in harmless(stream.getvalue())
 
 
 @pytest.mark.parametrize("text", [EVIL, EVIL * 10_000, "\ud800", "a\u2028b", "\U000e0041", "\n"])

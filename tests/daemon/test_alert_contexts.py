@@ -17,6 +17,7 @@ from sentinel.daemon.served_api import ServedApi
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert
 from sentinel.report.links import MessageLinks
+from sentinel.report.silences import Silences
 from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.sink_table import NotifyConfig
 from sentinel.store.journal import Journal
@@ -68,7 +69,7 @@ def test_the_page_of_an_incident_is_made_from_the_journal_also_when_it_is_over(t
     judge_run(tmp_path / "run", TELLING, is_over=True)
     run = served(tmp_path / "run", TELLING)
     notifying = Notifying(TELLING.notify, {}, io.StringIO())
-    api = ServedApi(loaded_packs(), ConfigInForce(TELLING, None, None, 0.0), notifying, lambda: None)
+    api = ServedApi(loaded_packs(), ConfigInForce(TELLING, None, None, 0.0), notifying, Silences(), lambda: None)
     api.links = MessageLinks(runbook_url="https://w/{incident}")
     api.publish([run], {}, {}, is_caught_up=True)
     (first, *_) = alerts_of(tmp_path / "run")
