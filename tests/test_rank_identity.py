@@ -124,3 +124,4 @@ def test_the_machine_that_it_began_on_comes_first():
     assert (found.origin, [one.rank for one in found.ranks]) == (77, [77, 0, 1, 2])
     assert (strange.origin, [one.rank for one in strange.ranks]) == (-1, [0, 1])
     assert context_of(an_incident(ranks=(3,), root_name="b rank 3"), {}, 0.0).origin == -1
+    assert context_of(an_incident(ranks=(0, 3), root_name="rank 3"), ranks(4), 0.0).origin == 3

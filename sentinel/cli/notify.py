@@ -114,7 +114,7 @@ def preview(incident: str, directory: str | None, config: str | None, names: tup
             taken.sendings.append(Sending(to=one.name, body=text))
         if stream.getvalue():
             taken.sendings.append(Sending(to="stderr", body=stream.getvalue().rstrip()))
-        is_sent = one.route.matches(alert.incident)
+        is_sent = one.route.matches(alert.incident) and one.route.takes(alert.context.labels)
         if as_json:
             shown = msgspec.to_builtins(taken.sendings)
             click.echo(json.dumps({"sink": one.name, "would_be_sent": is_sent, "sendings": shown}))

@@ -54,6 +54,6 @@ def context_of(incident: Incident, identities: Mapping[int, RankIdentity], opene
 
 def origin_of(incident: Incident) -> int:
     """Return the rank that an incident began on, as its root's words have it; -1: they name none of its ranks."""
-    found = re.search(r" rank (\d{1,9})\b", incident.root_name[:1000])
+    found = re.search(r"\brank (\d{1,9})\b", incident.root_name[:1000])
     rank = int(found[1]) if found else -1
     return rank if not incident.ranks or rank in incident.ranks else -1

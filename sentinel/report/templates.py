@@ -26,6 +26,8 @@ Escape = Callable[[str], str]
 
 NAMES: Mapping[str, str] = {
     "run": "the run's name",
+    "runs": "list: of incidents of several runs that are told as one the first twenty, else the run alone",
+    "num_runs": "how many they are",
     "what": "what happened, with its step",
     "word": "what changed and how bad it is: `CRITICAL`, `now CRITICAL`, `CRITICAL resolved`",
     "headline": "all of that in one line",
@@ -56,7 +58,7 @@ NAMES: Mapping[str, str] = {
     "labels": "labels by name: `labels.team`",
 }
 """Names that templates may use, and what they stand for."""
-LISTS = ("ranks", "detectors", "reasons", "machines", "fields")
+LISTS = ("runs", "ranks", "detectors", "reasons", "machines", "fields")
 """Those that a loop may go over."""
 FILTERS = (
     "capitalize", "count", "d", "default", "first", "int", "join", "last", "length", "lower", "replace", "reverse", "round",
@@ -103,10 +105,12 @@ def values_of(message: AlertMessage, alert: Alert) -> Values:
     """Return what the names of a template stand for."""
     incident, context = alert.incident, alert.context
     shown = partial(visible, limit=600)
+    runs = alert.alike.runs if alert.alike is not None else (incident.run,)
     first = context.ranks[0] if context.ranks else None
     machines = [{"rank": one.rank} | {key: shown(getattr(one, key)) for key in _MACHINE} for one in context.ranks]
     return {
-        "run": message.run, "what": message.what, "word": message.word, "headline": message.headline(),
+        "run": message.run, "runs": [shown(one) for one in runs[:MAX_ITEMS]], "num_runs": message.num_more + 1,
+        "what": message.what, "word": message.word, "headline": message.headline(),
         "change": alert.change, "severity": incident.severity.value, "state": incident.state,
         "is_page": alert.is_page, "is_over": alert.is_closed, "is_repeated": alert.repeated,
         "incident": shown(incident.id), "revision": incident.revision, "attempt": incident.attempt,

@@ -45,7 +45,7 @@ def test_every_name_has_a_value_and_the_text_is_what_is_told():
         ("{{ " + "(" * 3000 + "run" + ")" * 3000 + " }}", "it nests too deep"),
         ("{% if run %}", "line 1 of the template: Unexpected end of template"),
         ("{{ run.upper() }}", "line 1 of the template: call is not allowed; there are names, filters, if and for"),
-        ("{% for n in range(9) %}{% endfor %}", "a loop goes over one of ranks, detectors, reasons, machines, fields"),
+        ("{% for n in range(9) %}{% endfor %}", "a loop goes over one of runs, ranks, detectors, reasons, machines, fields"),
         ("{{ 'a' * 10000000000 }}", "line 1 of the template: mul is not allowed"),
         ("{{ 9**9**9 }}", "pow is not allowed"),
         ("{{ '%1000000000d' % 1 }}", "mod is not allowed"),
