@@ -17,6 +17,7 @@ import msgspec
 from sentinel.cli.backtest_tables import show_alarms, show_difference, spelt
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
+from sentinel.cli.outputs import no_stdout
 
 if TYPE_CHECKING:
     from sentinel.judge.backtest import BacktestOutcome, BacktestSubject
@@ -42,7 +43,9 @@ SEVERITIES = ("info", "warning", "critical")
 )  # fmt: skip
 @click.option("--column", "columns", multiple=True, metavar="CHANNEL=NAME", help="What logs call loss, grad_norm, lr.")
 @click.option("--header", metavar="NAMES", help="Names of the columns of a table that has no header: step,loss,grad_norm.")
-@click.option("-o", "--output", metavar="DIR", help="Write anomalies/ and incidents.jsonl of each to DIR/NAME.")
+@click.option(
+    "-o", "--output", metavar="DIR", callback=no_stdout, help="Write anomalies/ and incidents.jsonl of each to DIR/NAME."
+)
 @click.option("--recompute", is_flag=True, help="Runs: decide anew which rows make a step, not as the journal says.")
 @click.option("--state-dir", metavar="DIR", help="Where a run's journal is, if the run does not say so itself.")
 @click.option("--config", metavar="FILE", help="Configuration of the daemon: its judging section counts.")

@@ -15,6 +15,7 @@ import msgspec
 
 from sentinel.cli.export_options import moment_of, steps_of, words_of
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
+from sentinel.cli.outputs import STDOUT
 from sentinel.cli.places import find_run
 from sentinel.exports.formats import FORMATS, KnownFormats
 from sentinel.exports.formats import export as write_export
@@ -108,7 +109,7 @@ DIRECTORIES = tuple(name for name, form in FORMATS.items() if form.goes_to == "d
     "-o",
     "--output",
     metavar="FILE",
-    help=f"Written whole or not at all; {', '.join(DIRECTORIES)}: an empty directory, or none yet. Default: stdout.",
+    help=f"Written whole or not at all; {', '.join(DIRECTORIES)}: an empty directory, or none yet. Default, and -: stdout.",
 )
 @click.option("-j", "--jobs", type=click.IntRange(1, 256), default=1, show_default=True, help="Processes that encode steps.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bar. There is none either where stderr is no terminal.")
@@ -147,6 +148,8 @@ def export(
 
     Exit 1 when there is nothing to write, 2 when a glob matches no name.
     """
+    if output == STDOUT:
+        output = None
     if form is None:
         usual = "jsonl" if vectors or (as_json and not output) else "csv"
         form = BY_SUFFIX.get(Path(output or "").suffix, usual)

@@ -10,6 +10,7 @@ import click
 
 from sentinel.cli.import_config_keys import Mapped, Source, map_config
 from sentinel.cli.main import CLEAN, to_stderr
+from sentinel.cli.outputs import STDOUT
 from sentinel.errors import ConfigError
 
 MAX_BYTES = 2**20
@@ -22,13 +23,13 @@ MAX_BYTES = 2**20
     "--output",
     metavar="YAML",
     type=click.Path(path_type=Path),
-    help="The trainer's config, for sentinel.attach. Default: stdout.",
+    help="The trainer's config, for sentinel.attach. Default, and -: stdout.",
 )
 @click.option(
     "--rules-output",
     metavar="YAML",
     type=click.Path(path_type=Path),
-    help="Its alert rules as a rule pack. Default: beside -o, as NAME-rules.yaml; without -o nowhere.",
+    help="Its alert rules as a rule pack; - with -o YAML is stdout. Default: beside -o, as NAME-rules.yaml; else nowhere.",
 )
 @click.option("--dynamic", is_flag=True, help="It was used with DYNAMIC_MONITOR set: dynamic_on switches everything.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: config, rules, unneeded keys with reasons.")
@@ -49,10 +50,18 @@ def msprobe_config(file: Path, output: Path | None, rules_output: Path | None, d
     trainer = trainer_yaml(mapped, file.name)
     pack = rules_yaml(mapped, file.name) if mapped.rules else ""
     _check(trainer, pack)
+    if output == Path(STDOUT):
+        output = None
+    if rules_output == Path(STDOUT) and (as_json or output is None):
+        raise click.UsageError(
+            "--rules-output - is stdout, where the config or the JSON object goes; give -o FILE, no --json"
+        )
     if output is not None and rules_output is None and pack:
         rules_output = output.with_name(f"{output.stem}-rules.yaml")
     for path, words in ((output, trainer), (rules_output, pack)):
-        if path is not None and words:
+        if path == Path(STDOUT):
+            click.echo(words, nl=False)
+        elif path is not None and words:
             if path.exists():
                 raise ConfigError(f"{path}: expected no such file yet; give another one, or remove it")
             path.write_text(words, "utf-8")

@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
+from sentinel.cli.outputs import no_stdout
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 from sentinel.place import Place
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     "--output",
     metavar="RUN",
     type=click.Path(path_type=Path),
+    callback=no_stdout,
     help="The run's directory, which must not exist. Default: msprobe-NAME among the runs, NAME being that of DIR.",
 )
 @click.option("--tp", type=click.IntRange(min=1), help="Tensor-parallel ranks of the run, numbered fastest.")

@@ -11,13 +11,18 @@ import msgspec
 
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
+from sentinel.cli.outputs import no_stdout
 from sentinel.cli.places import find_run
 
 
 @click.command()
 @click.argument("run", required=False)
 @click.option(
-    "-o", "--output", metavar="DIR", help="Where anomalies/ and incidents.jsonl go. Default: nowhere, only compare."
+    "-o",
+    "--output",
+    metavar="DIR",
+    callback=no_stdout,
+    help="Where anomalies/ and incidents.jsonl go. Default: nowhere, only compare.",
 )
 @click.option("--recompute", is_flag=True, help="Decide anew which rows make a step, instead of what the journal says.")
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Judge by these rules, not by those of the day.")

@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
+from sentinel.cli.outputs import no_stdout
 from sentinel.cli.places import find_run, runs_directory
 from sentinel.cli.text_table import show_table
 from sentinel.explain.selection import ORDERS
@@ -50,7 +51,7 @@ def steps_of(ctx: click.Context, param: click.Parameter, value: str | None) -> f
     "-d", "--dir", "directory",
     help="A run or its name, a directory of *.jsonl or *.jsonl.gz, or msProbe's output. Default: the run written to last.",
 )  # fmt: skip
-@click.option("-o", "--out", help=f"Directory for {RESULT_NAME}; made if need be. Default: DIR.")
+@click.option("-o", "--out", callback=no_stdout, help=f"Directory for {RESULT_NAME}; made if need be. Default: DIR.")
 @click.option("-k", "--top", "k", type=click.IntRange(min=1), default=8, show_default=True, help="How many to name.")
 @click.option("-s", "--steps", callback=steps_of, help="Only these steps: 1,2 or 40-45. Default: all.")
 @click.option("--incident", help="Only the members of this incident: its id, a prefix of it, or `latest`.")
