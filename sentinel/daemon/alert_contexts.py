@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -18,15 +18,23 @@ _INCIDENT = msgspec.json.Decoder(Incident)
 class AlertContexts:
     """Of one run. May be asked from any thread."""
 
-    def __init__(self, journal: Journal, incarnations: Callable[[], Iterable[Incarnation]]) -> None:
-        """incarnations: the processes that are followed; after a restart they are described from the spool again."""
+    def __init__(
+        self, journal: Journal, incarnations: Callable[[], Iterable[Incarnation]], labels: Mapping[str, str] | None = None
+    ) -> None:
+        """incarnations: the processes that are followed; after a restart they are described from the spool again.
+        labels: of every run; those of the run itself take precedence.
+        """
+        self.labels: Mapping[str, str] = labels or {}
+        """Labels of every run that the daemon serves."""
         self._journal = journal
         self._incarnations = incarnations
 
     def of(self, incident: Incident) -> AlertContext:
         """Return what messages say of an incident beside its judgement."""
         # The loop may add processes meanwhile.
-        return context_of(incident, identities_of(list(self._incarnations()), incident.attempt), self._opened(incident))
+        identities = identities_of(list(self._incarnations()), incident.attempt)
+        found = context_of(incident, identities, self._opened(incident))
+        return msgspec.structs.replace(found, labels={**self.labels, **found.labels}) if self.labels else found
 
     def _opened(self, incident: Incident) -> float:
         first = self._journal.found.first_revision(incident.id)

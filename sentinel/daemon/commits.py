@@ -62,6 +62,14 @@ class StepCommits:
             self._alerts.have_told()
             self._has_alerts = True
 
+    def escalate(self, now: float) -> None:
+        """Put what is to be sent of pages that nobody has acknowledged into the outbox. now: seconds since the epoch."""
+        alerts = self._alerts.escalations(now)
+        if alerts and self._commit is None:
+            self._journal.commit(Commit(judged=self._journal.judged, outbox=_outgoing(alerts)))
+            self._alerts.have_escalated(alerts)
+            self._has_alerts = True
+
     def begin(self, decision: Decision | Tick) -> bool:
         """Write a new decision down, before it is judged; False: it was judged before, and is only judged again."""
         if decision.seq > self._journal.last_seq:

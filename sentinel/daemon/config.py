@@ -11,6 +11,7 @@ from sentinel.control.config import ControlConfig
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.judge.config import JudgingConfig
+from sentinel.rank_identity import label_problem
 from sentinel.report.heartbeat import HeartbeatConfig
 from sentinel.report.sinks.sink_table import NotifyConfig, outside_sinks
 from sentinel.store.retention import RetentionConfig
@@ -25,6 +26,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     control: ControlConfig = ControlConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     retention: RetentionConfig = RetentionConfig()
+    labels: dict[str, str] = {}
+    """Labels of every run that the daemon serves: `cluster: a`. Those of a run itself take precedence."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.labels.items():
+            if why := label_problem(name, value):
+                raise ConfigError(f"labels: {why}")
 
 
 def load_config(path: Path | None) -> DaemonConfig:

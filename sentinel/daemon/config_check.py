@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,7 +48,8 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> ConfigFinding
         config.heartbeat.address(environ)
     except ConfigError as error:
         wrong.append(str(error))
-    odd = [message for sink in notify.sinks for message in _warnings(sink)]
+    escalated = {name for step in notify.escalate for name in step.sinks}
+    odd = [message for sink in notify.sinks for message in _warnings(sink, escalated)]
     for at, policy in enumerate(config.control.policies):
         odd += _unknown_detectors(f"control.policies[{at}].detectors", policy.detectors)
     if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:
@@ -87,7 +88,7 @@ def _unresolved(sink: SinkConfig, notify: NotifyConfig, environ: Mapping[str, st
             yield str(error)
 
 
-def _warnings(sink: SinkConfig) -> Iterator[str]:
+def _warnings(sink: SinkConfig, escalated: Collection[str]) -> Iterator[str]:
     path = f"notify.sinks.{sink.name}"
     for name, file, _ in _secrets(sink):
         try:
@@ -98,7 +99,7 @@ def _warnings(sink: SinkConfig) -> Iterator[str]:
             who = "everybody" if mode & stat.S_IWOTH else "its group"
             yield f"{path}.{name}_file: {file}: {who} may write it, mode {stat.S_IMODE(mode):04o}; run: chmod go-w {file}"
     yield from _template_warnings(sink, path)
-    if not sink.route.changes:
+    if not sink.route.changes and sink.name not in escalated:
         yield f"{path}.route.changes: it is empty, so that no incident reaches this sink; leave it out for all changes"
     yield from _unknown_detectors(f"{path}.route.detectors", sink.route.detectors)
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sentinel.anomaly import Severity
 from sentinel.incident import Incident
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, open_alerts, topic
 from sentinel.report.alert_context import AlertContext
+from sentinel.report.escalation import EscalationStep, due_steps
 from sentinel.report.stages.ledger import Ledger, Told, thread_of, where_of
 from sentinel.store.journal import Journal
 from sentinel.store.outbox_table import ToldIncident
@@ -24,6 +26,11 @@ UNTOLD_FACT = "untold"
 TOLD_FACT = "told"
 """The journal's word for that it notes what sinks were told: one of an earlier version, or one that was rebuilt, did not."""
 
+ESCALATED_FACT = "escalated"
+"""The journal's word for the escalations of open incidents that are in the outbox, or were."""
+
+_EVERYTHING = RouteConfig(min_severity=Severity.INFO)
+_ESCALATED = msgspec.json.Decoder(dict[str, list[tuple[int, str]]])
 _INCIDENT = msgspec.json.Decoder(Incident)
 
 
@@ -46,26 +53,66 @@ class IncidentAlerts:
         journal: Journal,
         routes: Sequence[tuple[str, RouteConfig]],
         context_of: Callable[[Incident], AlertContext] = lambda incident: AlertContext(),
+        steps: Sequence[EscalationStep] = (),
     ) -> None:
-        """routes: (sink, what it wants). context_of: what messages say of an incident beside its judgement."""
+        """routes: (sink, what it wants). context_of: what messages say of an incident beside its judgement. steps: who is
+        told next of a page."""
         self._journal = journal
+        self.steps = steps
+        """Who is told next of a page, from now on."""
         self.routes = routes
         """(sink, what it wants), from the next revision on."""
         self._context_of = context_of
         incidents = map(_INCIDENT.decode, journal.found.newest_incidents(MAX_INCIDENTS))
         self._open = {incident.id: incident for incident in incidents if incident.state == "open"}
+        self._escalated = _ESCALATED.decode(journal.values.get(ESCALATED_FACT) or "{}")
+        """Id of an open incident -> (number of the step, sink) of those that were told."""
+        self._paged_at = {name: self._first_page(name) for name, incident in self._open.items() if incident.paged}
         if journal.values.get(TOLD_FACT) is None:
             self._take_over()
             journal.values.put(TOLD_FACT, "yes")
 
     def take(self, incident: Incident, now: float) -> list[Alert]:
         """Take in a new revision and return what is to be sent of it. now: seconds since the epoch."""
-        alerts = alerts_for(self._open.get(incident.id), incident, self.routes, now, self._context_of)
+        previous = self._open.get(incident.id)
+        alerts = alerts_for(previous, incident, self.routes, now, self._context_of)
+        told = {alert.sink for alert in alerts}
+        also = {sink: _EVERYTHING for _, sink in self._escalated.get(incident.id, ()) if sink not in told}
+        more = alerts_for(previous, incident, also.items(), now, self._context_of)
+        alerts += [msgspec.structs.replace(alert, follows=True, is_page=False) for alert in more]
         if incident.state == "open":
             self._open[incident.id] = incident
+            if incident.paged:
+                self._paged_at.setdefault(incident.id, now)
         else:
             self._open.pop(incident.id, None)
+            self._paged_at.pop(incident.id, None)
         return alerts
+
+    def escalations(self, now: float) -> list[Alert]:
+        """Return what is to be sent of pages that nobody acknowledged; `have_escalated` says that it is in the outbox."""
+        return [
+            Alert(
+                key=f"{sink}:{incident.run}:{name}:escalated:{number}", sink=sink, change="escalated", is_page=True,
+                incident=msgspec.structs.replace(incident, members=incident.members[:50]), created=now,
+                context=self._context_of(incident),
+            )
+            for name, incident in (self._open.items() if self.steps else ())
+            for number, sink in due_steps(self.steps, incident, self._paged_at.get(name, now), now)
+            if (number, sink) not in self._escalated.get(name, ())
+        ]  # fmt: skip
+
+    def have_escalated(self, alerts: Sequence[Alert]) -> None:
+        """Note that escalations are in the outbox: each is sent once, also after a restart."""
+        for alert in alerts:
+            step = (int(alert.key.rpartition(":")[2]), alert.sink)
+            self._escalated.setdefault(alert.incident.id, []).append(step)
+        self._escalated = {name: steps for name, steps in self._escalated.items() if name in self._open}
+        self._journal.values.put(ESCALATED_FACT, msgspec.json.encode(self._escalated).decode())
+
+    def _first_page(self, incident: str) -> float:
+        revisions = map(_INCIDENT.decode, self._journal.found.incident_revisions(incident))
+        return min((one.time for one in revisions if one.paged), default=time.time())
 
     def untold(self, now: float) -> list[Alert]:
         """Return what is to be sent of the revisions that a repair made. now: seconds since the epoch."""

@@ -57,6 +57,8 @@ log = logging.getLogger("sentinel.serving")
 
 COMMANDS_S = 0.05
 """The folders of commands and of what people did are looked at so often when nothing else calls for it."""
+ESCALATION_S = 0.5
+"""It is looked so often for pages that nobody has acknowledged."""
 FORGET_S = 600.0
 """Seconds of silence after which a run's recent steps leave memory. Too small: a pause has the page read the spool again;
 too large: ended runs hold up to 16 MiB each."""
@@ -74,7 +76,7 @@ class ServedRun:
         """Seconds since the epoch when the spool last brought something."""
         self.recent = RecentSteps()
         """The newest judged steps, for whoever asks for series."""
-        self._commands_due = self._acts_due = 0.0
+        self._commands_due = self._acts_due = self._escalation_due = 0.0
         self._spool_watch = SpoolWatch(self.name, paths.run_dir)
         self._acts = ActInbox(paths.run_dir, log.warning)
         self._live = LiveRanks()
@@ -88,8 +90,12 @@ class ServedRun:
                 self._packs = KeptPacks(self.journal, packs)
                 self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.newest.rules])
                 self._notices = RunNotices(self.name, self.journal)
-                self._contexts = AlertContexts(self.journal, lambda: self._stages.follower.incarnations.values())
-                self._alerts = IncidentAlerts(self.journal, config.notify.routes(), self._contexts.of)
+                self._contexts = AlertContexts(
+                    self.journal, lambda: self._stages.follower.incarnations.values(), config.labels
+                )
+                self._alerts = IncidentAlerts(
+                    self.journal, config.notify.routes(), self._contexts.of, config.notify.escalate
+                )
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
@@ -120,6 +126,9 @@ class ServedRun:
             self._watch()
             self._spool_watch.look(self._gauges.metrics)
             self._take_acts(now)
+            if now >= self._escalation_due or now < self._escalation_due - ESCALATION_S:
+                self._escalation_due = now + ESCALATION_S
+                self._commits.escalate(now)
             self._files.mend()
             self._retention.turn(self._snapshots.seq, self._stages.judge.open_incidents, now)
             if now - self.last_received > FORGET_S:
@@ -168,7 +177,8 @@ class ServedRun:
         """Judge, alert and command by another configuration from now on; SentinelError as of `turn`."""
         self._stages.use(config.judging)
         self._snapshots.interval_s = config.judging.snapshot_interval_s
-        self._alerts.routes = config.notify.routes()
+        self._alerts.routes, self._alerts.steps = config.notify.routes(), config.notify.escalate
+        self._contexts.labels = config.labels
         self.commanding.use(config.control)
         self._retention.use(config.retention)
         with _trouble_in_words(self.paths.journal):

@@ -16,6 +16,7 @@ from sentinel.report.calendar_hours import Hours
 
 CHANGES: tuple[str, ...] = (
     "opened", "raised", "worse", "refined", "acknowledged", "reopened", "resolved", "settled", "ended", "closed", "merged",
+    "escalated",
 )  # fmt: skip
 """What may have happened to an incident that people may be notified of."""
 
@@ -49,6 +50,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch of the judgement."""
     context: AlertContext = AlertContext()
     """What a message says of the incident beside its judgement."""
+    follows: bool = False
+    """Told only to a sink that was told of the incident before, though its route does not want it."""
     alike: AlikeRuns | None = None
     """The runs that the alert is about; None: that of its incident alone."""
     repeated: bool = False
@@ -95,7 +98,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     changes: tuple[str, ...] = CHANGES
     """Changes that are sent: opened, raised (severity, or a page became due), worse (several times what was sent),
     refined (root, module or diagnosis became known), acknowledged and reopened (by a person), resolved (quiet), settled,
-    ended (the run is over), closed (by a person), merged."""
+    ended (the run is over), closed (by a person), merged. `escalated` (nobody acknowledged it) goes to the sinks that
+    `notify.escalate` names."""
 
     runs: tuple[str, ...] = ()
     """Globs of the runs that are sent, `nightly-*`; empty: all."""

@@ -37,6 +37,6 @@ def test_the_names_and_filters_of_templates_are_in_the_docs_and_their_examples_a
         assert f"| `{name}` | {meaning} |" in text
     assert all(f"`{one}`" in text for one in FILTERS)
     for block in re.findall(r"```yaml\n(notify:.*?)```", text, re.DOTALL):
-        (sink,) = msgspec.convert(msgspec.yaml.decode(block)["notify"], NotifyConfig).sinks
-        CompiledTemplates(sink.templates, "p", str)
-        assert f"`{sink.__struct_config__.tag}`" in text
+        for sink in msgspec.convert(msgspec.yaml.decode(block)["notify"], NotifyConfig).sinks:
+            CompiledTemplates(sink.templates, "p", str)
+            assert f"`{sink.__struct_config__.tag}`" in text

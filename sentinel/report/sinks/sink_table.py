@@ -10,8 +10,10 @@ import msgspec
 
 from sentinel.errors import ConfigError, SentinelError
 from sentinel.exception_words import described
+from sentinel.known_words import nearest
 from sentinel.outside_calls import misfit
 from sentinel.report.alert import RouteConfig
+from sentinel.report.escalation import EscalationStep
 from sentinel.report.links import MessageLinks, check_template
 from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig
@@ -100,6 +102,9 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     maintenance: tuple[MaintenanceConfig, ...] = ()
     """When something is expected to go wrong, and is not told."""
 
+    escalate: tuple[EscalationStep, ...] = ()
+    """Who is told next of a page that nobody has acknowledged."""
+
     def __post_init__(self) -> None:
         check_template(self.runbook_url, "notify.runbook_url")
         check_template(self.dashboard_url, "notify.dashboard_url")
@@ -109,6 +114,11 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"notify.sinks: expected every name once, got {name!r} {names.count(name)} times")
             if not name or not all(char.isalnum() or char in "-_." for char in name):
                 raise ConfigError(f"notify.sinks: expected a name of letters, digits, '-', '_', '.', got {name!r}")
+        for at, step in enumerate(self.escalate):
+            for name in step.sinks:
+                if name not in names:
+                    where = f"notify.escalate[{at}].sinks"
+                    raise ConfigError(f'{where}: unknown sink "{name[:80]}"{nearest(name, names) if names else ""}')
         if not self.max_retry_s < math.inf:
             raise ConfigError(f"notify.max_retry_s must be finite, got {self.max_retry_s}")
         if not 0 < self.retry_s <= self.max_retry_s:

@@ -126,6 +126,7 @@ class WebhookSink:
             "url": message.link or None,
             "links": {link.name: link.url for link in message.links},
             "context": alert.context,
+            "alike": alert.alike,
             "incident": alert.incident,
         }
 

@@ -31,6 +31,9 @@ class Deduplicate:
             if told is not None and told.is_over and one.is_end:
                 turn.settle(one, "superseded")
                 continue
+            if told is None and one.alert.follows and one.alert.change not in OPENINGS:
+                turn.settle(one, "superseded")
+                continue
             one.told = None if told is None or told.is_over else told
             one.thread = "" if told is None else told.thread
             one.alert = self._against(one)
