@@ -117,7 +117,7 @@ def test_a_digest_names_the_worst_and_counts_the_rest():
 
     message = sink.form.digest(alerts)
 
-    assert "100 alerts at once in 1 run, 1 of them pages" in message["text"]
+    assert "100 alerts at once in run r, 1 of them pages" in message["text"]
     assert "the worst" in message["blocks"][1]["text"]["text"]
     assert message["blocks"][-1]["elements"][0]["text"] == "and 60 more"
 
