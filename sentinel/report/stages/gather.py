@@ -78,7 +78,7 @@ class Gather:
 
     def _of_storm(self, together: list[Pending], turn: Turn) -> list[Pending]:
         interval_s = self._config.interval_s
-        if 0.0 <= turn.now - self._digest_at < interval_s:
+        if self._digest_at <= turn.now < self._digest_at + interval_s:
             is_due = turn.is_due(self._digest_at, interval_s)
         else:
             oldest = min(one.since for one in together)
@@ -89,5 +89,5 @@ class Gather:
         return pages if pages and turn.is_due(self._page_at, interval_s) else []
 
     def _forget(self, now: float) -> None:
-        while self._sent and not 0.0 <= now - self._sent[0] < self._config.window_s:
+        while self._sent and not self._sent[0] <= now < self._sent[0] + self._config.window_s:
             self._sent.popleft()

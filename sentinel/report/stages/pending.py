@@ -80,9 +80,10 @@ class Turn:
 
     def is_due(self, begun: float, wait_s: float) -> bool:
         """Return whether `wait_s` have passed since `begun`; where not, ask again then. A clock set back delays nothing."""
-        if self.is_hurried or not 0.0 <= self.now - begun < wait_s:
+        due = begun + wait_s
+        if self.is_hurried or self.now < begun or self.now >= due:
             return True
-        self.wake_at(begun + wait_s)
+        self.wake_at(due)
         return False
 
 
