@@ -405,6 +405,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=600.0, help="End sooner, behind a campaign.")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     left, is_bad, begun = arguments.faults, False, time.monotonic()
@@ -413,7 +414,7 @@ def main() -> int:
     print(f"{datetime.now(UTC):%Y-%m-%d} chaos, {arguments.faults} faults, seed {arguments.seed}")
     print("campaign  faults  lines compared  messages  repeated  differences", flush=True)
     number = 0
-    while left > 0:
+    while left > 0 and time.monotonic() < begun + 60 * arguments.minutes:
         num_faults = min(left, rng.randint(10, 30))
         with tempfile.TemporaryDirectory(prefix="chaos-") as where:
             outcome = campaign(Path(where), rng.choices(list(FAULTS), k=num_faults), 300, rng)

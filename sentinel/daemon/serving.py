@@ -35,6 +35,7 @@ from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.run_status import RunStatus
 from sentinel.daemon.snapshots import Acknowledgement, Snapshots
+from sentinel.daemon.spool_pruning import SpoolPruning
 from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.stages import RunStages
 from sentinel.decision import Tick, decode_decision
@@ -99,6 +100,7 @@ class ServedRun:
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
+                self._spool_pruning = SpoolPruning(self.name, paths.run_dir / "spool", config.retention)
                 self._retention = RunRetention(self.name, self.journal, self._files, config.retention)
                 self._commits = StepCommits(
                     self.journal, self._files, self._alerts, self._snapshots, acknowledgement, self.commanding.takes
@@ -131,6 +133,8 @@ class ServedRun:
                 self._commits.escalate(now)
             self._files.mend()
             self._retention.turn(self._snapshots.seq, self._stages.judge.open_incidents, now)
+            known = self._stages.follower.incarnations.values()
+            self._spool_pruning.turn((one.folder for one in known if one.has_left), now)
             if now - self.last_received > FORGET_S:
                 self.recent.clear()
             self._command(now, is_due=has_moved)
@@ -181,6 +185,7 @@ class ServedRun:
         self._contexts.labels = config.labels
         self.commanding.use(config.control)
         self._retention.use(config.retention)
+        self._spool_pruning.use(config.retention)
         with _trouble_in_words(self.paths.journal):
             self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})
 

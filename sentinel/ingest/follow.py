@@ -174,6 +174,7 @@ class RunFollower:
             incarnation = Incarnation(at.incarnation, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
             if at.left is not None:
                 incarnation.bye, incarnation.has_left = Bye(reason=at.left, step=at.last_step), True
+                incarnation.last_wall_ns = at.left_wall_ns
             self._screening.add(incarnation)
             self._order.begin(folder)
             self._readers[folder] = SpoolReader(

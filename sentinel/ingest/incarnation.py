@@ -116,3 +116,5 @@ class SpoolPosition(msgspec.Struct, frozen=True):
     last_step: int = -1
     left: str | None = None
     """Reason of its bye, where the bye lies before this position; None: there is none, or it will be read again."""
+    left_wall_ns: int = 0
+    """When that bye was written, by its clock, in nanoseconds since the epoch; 0: there is none."""

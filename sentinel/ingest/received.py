@@ -57,6 +57,7 @@ class Received:
             incarnation = self.incarnations[incarnation_id]
             if incarnation_id in needed:
                 seq, behind = needed[incarnation_id][0] - 1, needed[incarnation_id][1]
+            bye = incarnation.bye if incarnation.has_left and incarnation_id not in needed else None
             found[incarnation.folder] = SpoolPosition(
                 incarnation_id,
                 incarnation.rank,
@@ -66,9 +67,8 @@ class Received:
                 seq,
                 incarnation.described_before(behind),
                 incarnation.last_step,
-                incarnation.bye.reason
-                if incarnation.bye is not None and incarnation.has_left and incarnation_id not in needed
-                else None,
+                None if bye is None else bye.reason,
+                0 if bye is None else incarnation.last_wall_ns,
             )
         return found
 

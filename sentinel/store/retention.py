@@ -27,11 +27,16 @@ class RetentionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     incidents_bytes: int = 2**28
     """Most bytes of `incidents.jsonl`: those that were over first go, with all their revisions. 0: no limit."""
 
+    spool_bytes: int = 2**38
+    """Most bytes of spool that processes which are gone leave in a run: of what was judged the oldest files go, all but the
+    newest of each process. What a process that writes keeps is its own `spool.max_bytes`. 0: no limit."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.age_days < math.inf:
             raise ConfigError(f"retention.age_days must be at least 0 and finite, got {self.age_days}")
         for name, least in (
             ("journal_bytes", 2**20), ("anomalies_bytes", 2**20), ("incidents_bytes", 2**16),
+            ("spool_bytes", 2**20),
         ):  # fmt: skip
             value = getattr(self, name)
             if value and value < least:

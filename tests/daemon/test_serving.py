@@ -588,3 +588,19 @@ def test_a_full_disk_under_the_files_loses_nothing(tmp_path: Path, monkeypatch: 
     assert run.status.problems() == []
     run.close()
     assert result_bytes(tmp_path / "full" / "run") == result_bytes(tmp_path / "golden" / "run")
+
+
+def test_an_end_that_is_decided_after_a_restart_is_of_the_same_moment(tmp_path: Path) -> None:
+    source = small_run(tmp_path / "golden" / "run").plant(Nan(step=12, module="layers.2"))
+    source.write(14)
+    source.end()
+    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "restarted" / "run")
+    judge_run(tmp_path / "golden" / "run", is_over=True)
+
+    # The last words were read, and lie behind the snapshot, when another daemon finds that the run is over.
+    judge_run(tmp_path / "restarted" / "run", EVERY_STEP)
+    judge_run(tmp_path / "restarted" / "run", EVERY_STEP, is_over=True)
+
+    ended = msgspec.json.decode(result_bytes(tmp_path / "golden" / "run")[1].splitlines()[-1], type=Incident)
+    assert ended.state == "ended"
+    assert result_bytes(tmp_path / "restarted" / "run") == result_bytes(tmp_path / "golden" / "run")
