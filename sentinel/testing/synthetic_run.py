@@ -217,9 +217,14 @@ class SyntheticRun:
         )
         return rows, end_step
 
-    def end(self, rank: int | None = None, reason: str = "exit", signal: str = "") -> None:
-        """Say bye: a rank, or all that live. signal: name of the one that ended it, where its handler said so."""
-        said = Bye(reason=reason, step=self.step - 1, signal=signal)
+    def end(
+        self, rank: int | None = None, reason: str = "exit", signal: str = "", error: str = "", message: str = ""
+    ) -> None:
+        """Say bye: a rank, or all that live.
+
+        signal: name of the one that ended it, where its handler said so. error, message: of the exception that did.
+        """
+        said = Bye(reason=reason, step=self.step - 1, signal=signal, error=error, message=message)
         for one in self._ranks if rank is None else [self._ranks[rank]]:
             if one.spool is not None and not one.is_dead:
                 self._write_message(one, FrameType.BYE, encode_message(said), self.step - 1, 0)

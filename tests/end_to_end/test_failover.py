@@ -37,13 +37,13 @@ pytestmark = pytest.mark.server
 class Candidate:
     """`sentinel serve`, which serves or stands by."""
 
-    def __init__(self, directory: Path, config: Path, log: Path) -> None:
+    def __init__(self, directory: Path, config: Path, log: Path, *options: str) -> None:
         self._log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "sentinel.cli", "serve", str(directory), "--listen", "127.0.0.1:0",
-                    "--open-reads", "--config", str(config),
+                    "--open-reads", "--config", str(config), *options,
                 ],
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip

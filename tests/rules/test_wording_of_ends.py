@@ -82,7 +82,7 @@ def raised(text: str) -> RankEnd:
     [
         (raised("DataLoader worker (pid 9) is killed by signal: Killed. "), "loader's workers"),
         (raised("DataLoader worker (pid(s) 9, 8) exited unexpectedly"), "loader's workers"),
-        (raised("Caught KeyError in DataLoader worker process 0"), "read its traceback"),
+        (raised("Caught KeyError in DataLoader worker process 0"), "read the traceback"),
         (RankEnd(how=SIGNAL, detail="SIGHUP", is_asked=True), "its terminal was closed"),
         (RankEnd(how=SIGNAL, detail="SIGTERM", is_asked=True), "see who sent it"),
     ],

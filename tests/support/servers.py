@@ -102,19 +102,27 @@ receivers:
 
 
 @contextlib.contextmanager
-def prometheus(directory: Path, target: str, rules: str | Path) -> Iterator[str]:
-    """Yield the address of a Prometheus that scrapes `target` every 200 ms and evaluates the file `rules`."""
+def prometheus(
+    directory: Path, target: str, rules: str | Path, *, also: Sequence[str] = (), alertmanager: str = ""
+) -> Iterator[str]:
+    """Yield the address of a Prometheus that scrapes `target` every 200 ms and evaluates the file `rules`.
+
+    also: further targets. alertmanager: HOST:PORT of the one that it tells; empty: none.
+    """
+    alerting = f"alerting: {{alertmanagers: [static_configs: [{{targets: ['{alertmanager}']}}]]}}" if alertmanager else ""
     config = directory / "prometheus.yml"
     config.write_text(f"""
 global: {{scrape_interval: 200ms, evaluation_interval: 200ms, scrape_timeout: 200ms}}
 rule_files: ["{rules}"]
+{alerting}
 scrape_configs:
   - job_name: sentinel
-    static_configs: [{{targets: ["{target}"]}}]
+    static_configs: [{{targets: {json.dumps([target, *also])}}}]
 """)
     url = f"http://127.0.0.1:{free_port()}"
     arguments = [
-        shutil.which("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}",
+        # Alertmanagers are found after some seconds; what fired before that is lost, and sent again only so often.
+        shutil.which("prometheus"), "--rules.alert.resend-delay=1s", f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}",
         f"--web.listen-address={url.removeprefix('http://')}",
     ]  # fmt: skip
     with program(arguments, f"{url}/-/ready", directory / "prometheus.log"):

@@ -251,7 +251,7 @@ def ended(rank: int | None, end: RunEnd | RankEnd, all_ranks: Sequence[RankFacts
         if after:
             text += f"; {ranks(after)} went after it"
         if here:
-            text += f"; {ranks(here)} {'is' if len(here) == 1 else 'are'} still there"
+            text += f"; {ranks(here)} {'was' if len(here) == 1 else 'were'} still there then"
     else:
         gone = [one.rank for one in others if one.end is not None]
         so = [one.rank for one in others if one.end is not None and (one.end.how, one.end.detail) == (end.how, end.detail)]
@@ -313,7 +313,7 @@ def _what_to_do(end: RunEnd | RankEnd) -> str:
             "the workers hold, then go on from the last checkpoint"
         )
     if end.how == EXCEPTION:
-        return "read its traceback in the trainer's log, then go on from the last checkpoint"
+        return "read the traceback in the trainer's log, then go on from the last checkpoint"
     if end.how == SILENCE:
         return "look whether its host is up and writes to the run's directory"
     if end.detail.startswith("SIGHUP"):
