@@ -122,7 +122,8 @@ scrape_configs:
     url = f"http://127.0.0.1:{free_port()}"
     arguments = [
         # Alertmanagers are found after some seconds; what fired before that is lost, and sent again only so often.
-        shutil.which("prometheus"), "--rules.alert.resend-delay=1s", f"--config.file={config}", f"--storage.tsdb.path={directory / 'tsdb'}",
+        shutil.which("prometheus"), "--rules.alert.resend-delay=1s", f"--config.file={config}",
+        f"--storage.tsdb.path={directory / 'tsdb'}",
         f"--web.listen-address={url.removeprefix('http://')}",
     ]  # fmt: skip
     with program(arguments, f"{url}/-/ready", directory / "prometheus.log"):
