@@ -14,6 +14,7 @@ import msgspec
 
 from sentinel.anomaly import Severity
 from sentinel.incident import CLOSED_STATES, Incident
+from sentinel.printable import printable
 from sentinel.report.alert import Alert, AlikeRuns
 from sentinel.report.alert_context import AlertContext
 
@@ -164,7 +165,7 @@ def worst_first(alerts: Sequence[Alert]) -> list[Alert]:
 def visible(text: str, limit: int) -> str:
     """Return text of at most `limit` characters in which nothing moves a cursor, ends a line or hides."""
     # A text may be a megabyte: only what can be shown is looked at.
-    return "".join(char if char.isprintable() else "?" for char in end_cut(text, limit))
+    return end_cut(printable(end_cut(text, limit)), limit)
 
 
 def end_cut(text: str, limit: int) -> str:

@@ -314,7 +314,7 @@ def test_the_console_prints_a_line_without_control_characters():
 
     ConsoleSink(ConsoleConfig(), stream).deliver([an_alert("console", title="a\x1b[2J\nb")], now=0.0)
 
-    assert stream.getvalue().splitlines()[0] == "sentinel: CRITICAL: run r: a?[2J?b, step 71"
+    assert stream.getvalue().splitlines()[0] == r"sentinel: CRITICAL: run r: a\u001b[2J\nb, step 71"
 
 
 @pytest.mark.parametrize(
