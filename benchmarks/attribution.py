@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from attribution_faults import PLANTS, Plant, Said
+from attribution_faults import PLANTS, Plant, ReportedStep
 from attribution_held_out import HELD_OUT
 from attribution_programs import PROGRAMS
 
@@ -93,7 +93,7 @@ class Rig:
             rows, end = self.run.observe(rank, step)
             rows = np.concatenate([rows, self._noisy(self._probes[rank], step)])
             if plant is not None and plant.change is not None:
-                said = Said(
+                said = ReportedStep(
                     self.run,
                     self.run.place(rank),
                     step - self.healthy,

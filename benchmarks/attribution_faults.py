@@ -18,7 +18,7 @@ BACKWARD = (int(Kind.DGRAD), int(Kind.DGRAD_IN))
 
 
 @dataclasses.dataclass
-class Said:
+class ReportedStep:
     """What one rank says of one step, to be changed in place."""
 
     run: SyntheticRun
@@ -94,7 +94,7 @@ class Plant:
     """`batch`, `model`, `precision`, `hardware`, or `program` (code that is wrong on some ranks)."""
     right: Callable[[SyntheticRun], set[str]]
     """The verdicts that the layout can show at best; `hardware` is wrong wherever it is not among them."""
-    change: Callable[[Said], None] | None = None
+    change: Callable[[ReportedStep], None] | None = None
     faults: Callable[[SyntheticRun, int], list[Nan | BitFlip]] | None = None
     """Of the synthetic run itself, from its step on."""
     steps: int = 16
@@ -110,7 +110,7 @@ class Plant:
     """Its collectives are measured."""
 
 
-def is_lane(said: Said, dp_rank: int = 1) -> bool:
+def is_lane(said: ReportedStep, dp_rank: int = 1) -> bool:
     """Whether this rank belongs to the struck replica: the last where there are fewer."""
     return said.place.dp_rank == min(dp_rank, said.run.dp - 1)
 
@@ -162,10 +162,10 @@ def has_odd_one(run: SyntheticRun) -> bool:
 
 def batch_of(
     loss: float, activations: float, gradients: float, *, steps: int = 1, one: bool = False
-) -> Callable[[Said], None]:
+) -> Callable[[ReportedStep], None]:
     """A batch that moves the loss, the activations and the gradients by factors; of one replica or of all."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         if said.since >= steps:
             return
         if not one or is_lane(said):
@@ -179,7 +179,7 @@ def batch_of(
     return change
 
 
-def with_aftermath(said: Said) -> None:
+def with_aftermath(said: ReportedStep) -> None:
     """A batch that moved the weights: what comes after it is worse than before, and heals."""
     left = (1.0, 0.35, 0.2, 0.1, 0.05)
     if said.since < len(left):
@@ -189,10 +189,10 @@ def with_aftermath(said: Said) -> None:
         said.log(loss=1.0 + 1.5 * share, grad_norm=1.0 + 4.0 * share)
 
 
-def bad_labels(one: bool) -> Callable[[Said], None]:
+def bad_labels(one: bool) -> Callable[[ReportedStep], None]:
     """No label counts in a micro-batch: the loss is 0/0, the forward is finite."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         if said.since:
             return
         said.skip()
@@ -205,10 +205,10 @@ def bad_labels(one: bool) -> Callable[[Said], None]:
     return change
 
 
-def rising(rate: float, *, logged: bool, steps: int = 8, first: float = 1.25) -> Callable[[Said], None]:
+def rising(rate: float, *, logged: bool, steps: int = 8, first: float = 1.25) -> Callable[[ReportedStep], None]:
     """A learning rate that is too high from the first step on: the next steps get worse and worse, then stay."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         if logged and said.since < steps:
             said.log(to_lr=1e-3 * rate)
         if not logged:
@@ -222,7 +222,7 @@ def rising(rate: float, *, logged: bool, steps: int = 8, first: float = 1.25) ->
     return change
 
 
-def then_nan(said: Said) -> None:
+def then_nan(said: ReportedStep) -> None:
     """It grows for five steps, then it is NaN everywhere."""
     if said.since < 5:
         factor = 2.0 ** (said.since + 1)
@@ -235,7 +235,7 @@ def then_nan(said: Said) -> None:
             said.log(to_loss=np.nan)
 
 
-def attention(said: Said) -> None:
+def attention(said: ReportedStep) -> None:
     """Query weights x30, for good: the weight, and the attention behind it."""
     at = said.at("layers.1.attn")
     said.scale(at & (said.kind == Kind.PARAM), 17.0)
@@ -243,17 +243,17 @@ def attention(said: Said) -> None:
     said.scale(at & (said.is_wgrad() | said.is_backward()), 6.0)
 
 
-def zeroed(said: Said) -> None:
+def zeroed(said: ReportedStep) -> None:
     """A layer's weight gradient is zero, for good."""
     hit = said.at("layers.2.mlp") & said.is_wgrad()
     said.scale(hit, 0.0)
     said.rows["checksum"][hit] = 0
 
 
-def overflow(forward: bool) -> Callable[[Said], None]:
+def overflow(forward: bool) -> Callable[[ReportedStep], None]:
     """Half precision: an infinity, in the gradients under a loss scale or in the forward of one replica; it is skipped."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         said.log(to_loss_scale=65536.0 if said.since == 0 else 32768.0)
         if said.since:
             return
@@ -273,10 +273,10 @@ def overflow(forward: bool) -> Callable[[Said], None]:
     return change
 
 
-def flip(kind: str) -> Callable[[Said], None]:
+def flip(kind: str) -> Callable[[ReportedStep], None]:
     """A bit of one element of one weight on one replica, from the first step on."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         if not is_lane(said) or (said.place.tp_rank != 0):
             if kind == "absurd":
                 said.scale(said.is_wgrad(), 30.0) if said.since < 3 else None
@@ -321,25 +321,25 @@ def replace_element(row: np.ndarray, old: float, new: float) -> None:
     row["max"], row["min"] = np.maximum(row["max"], new), np.minimum(row["min"], new)
 
 
-def reloaded(said: Said) -> None:
+def reloaded(said: ReportedStep) -> None:
     """One rank's program loads other weights: all of them differ from then on."""
     if is_lane(said):
         said.rows["checksum"][said.kind == Kind.PARAM] += np.uint64(987654321)
 
 
-def unreduced(said: Said) -> None:
+def unreduced(said: ReportedStep) -> None:
     """A gradient is left out of the reduction: every replica has its own from then on, and its own weight."""
     hit = said.at("layers.2.attn") & np.isin(said.kind, (Kind.WGRAD, Kind.PARAM))
     said.rows["checksum"][hit] += np.uint64(1_000_003 * (said.place.dp_rank + 1) * (said.since + 1))
 
 
-def poor_shard(said: Said) -> None:
+def poor_shard(said: ReportedStep) -> None:
     """One replica reads bad data for ten steps."""
     if said.since < 10:
         batch_of(1.8, 1.5, 2.0, steps=10, one=True)(said)
 
 
-def lost_product(said: Said) -> None:
+def lost_product(said: ReportedStep) -> None:
     """One product on one replica comes out 1e6 times too large, once, and stays finite."""
     if said.since == 0:
         if is_lane(said):
@@ -349,13 +349,13 @@ def lost_product(said: Said) -> None:
         said.log(grad_norm=1e3)
 
 
-def a_row(said: Said) -> None:
+def a_row(said: ReportedStep) -> None:
     """Where a value was born non-finite, a whole token of it was: so do modules fail on data."""
     hit = (said.rows["num_nan"] == 1) & said.is_forward()
     said.rows["num_nan"][hit] = 32
 
 
-def straggler(said: Said) -> None:
+def straggler(said: ReportedStep) -> None:
     """One rank takes half as long again, and all others wait for it."""
     slow = said.place.rank == said.run.num_ranks - 1
     said.end = msgspec.structs.replace(said.end, step_time_s=0.15, wait_s=0.0 if slow else 0.05)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from attribution_faults import (
     Plant,
-    Said,
+    ReportedStep,
     always,
     batch_of,
     has_copies,
@@ -33,17 +33,17 @@ def compared(*otherwise: str, majority: bool = False) -> Callable[[SyntheticRun]
     return lambda run: {"hardware"} if (has_odd_one if majority else has_copies)(run) else {"hardware", *otherwise}
 
 
-def layer(said: Said, name: str) -> np.ndarray:
+def layer(said: ReportedStep, name: str) -> np.ndarray:
     """Rows of all modules of a layer."""
     return said.at(f"{name}.norm") | said.at(f"{name}.attn") | said.at(f"{name}.mlp")
 
 
-def called(said: Said, field: str) -> np.ndarray:
+def called(said: ReportedStep, field: str) -> np.ndarray:
     """Rows of tensors of probes whose name ends so."""
     return np.array([said.names.get(tensor, "").endswith(field) for tensor in said.rows["tensor"].tolist()])
 
 
-def probe(said: Said, kind: Kind, field: str, factor: float, at: np.ndarray | None = None) -> None:
+def probe(said: ReportedStep, kind: Kind, field: str, factor: float, at: np.ndarray | None = None) -> None:
     """Multiply what a probe says. field: of the tensor's name behind the colon; empty: all."""
     hit = (said.kind == kind) & (True if at is None else at)
     if field:
@@ -52,7 +52,7 @@ def probe(said: Said, kind: Kind, field: str, factor: float, at: np.ndarray | No
         said.rows[name][hit] *= factor
 
 
-def state_lost(said: Said) -> None:
+def state_lost(said: ReportedStep) -> None:
     """exp_avg_sq is zeroed: a step of some thirty times the usual size, smaller ones after it, and what they bring."""
     probe(said, Kind.UPDATE_RATIO, "", 1.0 + 30.0 / (1.0 + said.since) ** 1.5)
     if said.since:
@@ -62,7 +62,7 @@ def state_lost(said: Said) -> None:
         said.log(loss=1.0 + 0.6 * left, grad_norm=1.0 + 3.0 * left)
 
 
-def router_collapse(said: Said) -> None:
+def router_collapse(said: ReportedStep) -> None:
     """The tokens go to few experts, more from step to step, and the loss pays a little."""
     grown = min(said.since + 1, 6) / 6.0
     at = said.at("layers.1.mlp")
@@ -75,7 +75,7 @@ def router_collapse(said: Said) -> None:
     said.log(loss=1.0 + 0.05 * grown)
 
 
-def logits(said: Said) -> None:
+def logits(said: ReportedStep) -> None:
     """Query weights x30 where attention is measured: logits, entropy; the loss pays a tenth."""
     at = said.at("layers.2.attn")
     probe(said, Kind.ATTENTION, ":max_logit", 30.0, at)
@@ -85,10 +85,10 @@ def logits(said: Said) -> None:
     said.log(loss=1.1)
 
 
-def rate(times: float, steps: int) -> Callable[[Said], None]:
+def rate(times: float, steps: int) -> Callable[[ReportedStep], None]:
     """A logged learning rate that is too high for some steps; what it brings comes a step later and decays slowly."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         if said.since < steps:
             said.log(to_lr=1e-3 * times)
             probe(said, Kind.UPDATE_RATIO, "", times)
@@ -101,7 +101,7 @@ def rate(times: float, steps: int) -> Callable[[Said], None]:
     return change
 
 
-def scale_falls(said: Said) -> None:
+def scale_falls(said: ReportedStep) -> None:
     """Half precision: infinities in the weight gradients, step after step, and a loss scale that is halved each time."""
     said.log(to_loss_scale=65536.0 * 0.5 ** min(said.since, 8))
     if said.since < 8:
@@ -110,7 +110,7 @@ def scale_falls(said: Said) -> None:
         said.log(to_grad_norm=np.inf)
 
 
-def gradients_underflow(said: Said) -> None:
+def gradients_underflow(said: ReportedStep) -> None:
     """Half precision, a loss scale lost: all gradients of the lower layers are exactly zero."""
     said.log(to_loss_scale=1.0)
     below = (said.position <= said.run._model.position("layers.2.mlp")) & (said.is_backward() | said.is_wgrad())
@@ -119,7 +119,7 @@ def gradients_underflow(said: Said) -> None:
     said.log(grad_norm=0.2)
 
 
-def input_nan(said: Said) -> None:
+def input_nan(said: ReportedStep) -> None:
     """NaN in the samples of one replica: the first thing computed of them is NaN in whole rows, and all behind it."""
     if said.since:
         return
@@ -137,10 +137,10 @@ def input_nan(said: Said) -> None:
     said.log(to_grad_norm=np.nan)
 
 
-def labels(times: float, steps: int, *, one: bool) -> Callable[[Said], None]:
+def labels(times: float, steps: int, *, one: bool) -> Callable[[ReportedStep], None]:
     """Labels are noise: the forward is as ever, the loss and the gradients are not."""
 
-    def change(said: Said) -> None:
+    def change(said: ReportedStep) -> None:
         if said.since >= steps:
             return
         if not one or is_lane(said):
@@ -153,7 +153,7 @@ def labels(times: float, steps: int, *, one: bool) -> Callable[[Said], None]:
     return change
 
 
-def bad_bucket(said: Said) -> None:
+def bad_bucket(said: ReportedStep) -> None:
     """A bucket of reduced gradients arrives wrong on one rank, once: its weights are others from then on."""
     if not is_lane(said) or said.place.tp_rank:
         return
@@ -163,14 +163,14 @@ def bad_bucket(said: Said) -> None:
     said.rows["checksum"][at & (said.kind == Kind.PARAM)] += np.uint64(13_131_313)
 
 
-def bad_sum(said: Said) -> None:
+def bad_sum(said: ReportedStep) -> None:
     """One sum over the replicas is wrong, and all of them take it: weight gradients that nothing before them explains."""
     if said.since == 0:
         said.scale(layer(said, "layers.1") & said.is_wgrad(), 1e4)
         said.log(grad_norm=4e3)
 
 
-def top_bit(said: Said) -> None:
+def top_bit(said: ReportedStep) -> None:
     """The top exponent bit of one weight of one rank, for good: all that it makes overflows, every step is skipped."""
     said.skip()
     at = said.run._model.position("layers.1.mlp")
@@ -196,7 +196,7 @@ def top_bit(said: Said) -> None:
     said.log(to_grad_norm=np.nan)
 
 
-def small_flip(said: Said) -> None:
+def small_flip(said: ReportedStep) -> None:
     """One weight of one rank x16: nothing but the copy shows it."""
     if is_lane(said) and not said.place.tp_rank:
         hit = np.flatnonzero(said.at("layers.2.attn") & (said.kind == Kind.PARAM))
@@ -206,7 +206,7 @@ def small_flip(said: Said) -> None:
             replace_element(row, 0.01, 0.16)
 
 
-def one_element(said: Said) -> None:
+def one_element(said: ReportedStep) -> None:
     """One element of an activation of one rank is 1e8, once; what is behind it is thrown out, and stays finite."""
     if said.since:
         return
@@ -221,7 +221,7 @@ def one_element(said: Said) -> None:
     said.log(grad_norm=1.0 + 7.0 / said.run.dp)
 
 
-def wrong_products(said: Said) -> None:
+def wrong_products(said: ReportedStep) -> None:
     """From one step on a rank's products come out three times too large, from one layer on; all before it is as ever."""
     at = said.run._model.position("layers.2.mlp")
     if is_lane(said):
@@ -232,7 +232,7 @@ def wrong_products(said: Said) -> None:
     said.log(grad_norm=1.0 + 0.5 / said.run.dp)
 
 
-def zeroed_weights(said: Said) -> None:
+def zeroed_weights(said: ReportedStep) -> None:
     """A layer's weights are zero, for good, on all replicas."""
     at = said.at("layers.2.mlp")
     hit = at & (said.kind == Kind.PARAM)
@@ -243,12 +243,12 @@ def zeroed_weights(said: Said) -> None:
     said.log(loss=1.15, grad_norm=1.3)
 
 
-def frozen_layer(said: Said) -> None:
+def frozen_layer(said: ReportedStep) -> None:
     """A layer's weights stand still while its gradients flow."""
     probe(said, Kind.UPDATE_RATIO, "", 0.0, said.at("layers.2.mlp"))
 
 
-def slow(said: Said) -> None:
+def slow(said: ReportedStep) -> None:
     """One rank is three times as slow, and the others wait for it in the collectives."""
     late = said.place.rank == said.run.num_ranks - 1
     said.end = msgspec.structs.replace(said.end, step_time_s=0.3, wait_s=0.0 if late else 0.2)

@@ -12,7 +12,7 @@ import numpy as np
 from attribution_faults import (
     LAST,
     Plant,
-    Said,
+    ReportedStep,
     always,
     has_copies,
     has_replicas,
@@ -28,13 +28,13 @@ from sentinel.record import Kind
 from sentinel.testing import BitFlip, Nan, SyntheticRun
 
 
-def without_probe(said: Said) -> None:
+def without_probe(said: ReportedStep) -> None:
     """A router collapses and nothing looks at routers: their rows are not there."""
     router_collapse(said)
     said.rows = said.rows[said.kind != Kind.ROUTER]
 
 
-def unseen_router(said: Said) -> None:
+def unseen_router(said: ReportedStep) -> None:
     """As `without_probe`, and worse at once: a layer's outputs, its gradients and the loss move in the first step."""
     grown = min(said.since + 1, 3) / 3.0
     at = said.at("layers.1.mlp")
@@ -43,7 +43,7 @@ def unseen_router(said: Said) -> None:
     said.log(loss=1.0 + 0.25 * grown, grad_norm=1.0 + 0.8 * grown)
 
 
-def one_bad_batch(said: Said) -> None:
+def one_bad_batch(said: ReportedStep) -> None:
     """The loss is a thousand times too high once, and back at the next step; gradients and the optimizer remember it."""
     if said.since == 0:
         said.scale(said.is_forward(), 1.8)
@@ -56,7 +56,7 @@ def one_bad_batch(said: Said) -> None:
     probe(said, Kind.UPDATE_RATIO, "", 1.0 + 20.0 * 0.8**said.since)
 
 
-def loss_goes_bad_again(said: Said) -> None:
+def loss_goes_bad_again(said: ReportedStep) -> None:
     """The loss of one replica is no number in one step of ten, born in a module inside; such steps are skipped."""
     if said.since % 10:
         return
@@ -73,7 +73,7 @@ def loss_goes_bad_again(said: Said) -> None:
     said.log(to_grad_norm=np.nan)
 
 
-def update_made_nan(said: Said) -> None:
+def update_made_nan(said: ReportedStep) -> None:
     """A step's gradients and state are finite, and the update makes a NaN of a whole weight on every replica."""
     if said.since == 0:
         return
@@ -90,13 +90,13 @@ def update_made_nan(said: Said) -> None:
         said.log(to_loss=np.nan)
 
 
-def never_alike(said: Said) -> None:
+def never_alike(said: ReportedStep) -> None:
     """Every replica began with weights of its own: nobody broadcast them."""
     hit = said.kind == Kind.PARAM
     said.rows["checksum"][hit] += np.uint64(1_000_003 * (said.place.dp_rank + 1))
 
 
-def heavy_tailed(said: Said) -> None:
+def heavy_tailed(said: ReportedStep) -> None:
     """Ordinary text of a young model: some batches have gradients two to four times as large, and the loss hardly moves."""
     rng = np.random.default_rng((17, said.since))
     whole = float(np.exp(0.25 * abs(rng.standard_t(3))))
@@ -107,7 +107,7 @@ def heavy_tailed(said: Said) -> None:
     said.log(loss=1.0 + 0.02 * rng.standard_normal(), grad_norm=min(whole, 6.0))
 
 
-def scale_search(said: Said) -> None:
+def scale_search(said: ReportedStep) -> None:
     """Half precision: the first steps overflow in the gradients and are skipped, until the loss scale has come down."""
     said.log(to_loss_scale=65536.0 * 0.5 ** min(said.since, 5))
     if said.since < 5:
@@ -129,7 +129,7 @@ def in_turn(steps: tuple[int, ...]) -> Callable[..., list[Nan | BitFlip]]:
     return plant
 
 
-def lost_element(said: Said) -> None:
+def lost_element(said: ReportedStep) -> None:
     """One element of one replica's output is huge, as the inverse of a small number is; the weights are as ever."""
     if said.since:
         return
@@ -143,7 +143,7 @@ def lost_element(said: Said) -> None:
     said.log(grad_norm=1.0 + 5.0 / said.run.dp)
 
 
-def quiet_state(said: Said) -> None:
+def quiet_state(said: ReportedStep) -> None:
     """An aftermath in the loss, and a second moment that keeps it far longer."""
     with_aftermath(said)
     probe(said, Kind.UPDATE_RATIO, "", 1.0 + 12.0 * 0.93**said.since)

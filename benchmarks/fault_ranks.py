@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from faults import CONTROL, Found, _key, loss_leaves, summarise, table
 from healthy_faults import OfBatch, OfOutput, Once, _BadGradient, flip, middle, weight_of
-from healthy_judging import Replay, Said
+from healthy_judging import JudgedStretch, Replay
 from healthy_models import Batch
 from healthy_training import RECIPES, Fault, Training
 
@@ -195,7 +195,7 @@ def _views(run_dir: Path) -> list[ClosedStep]:
 def _judge(folder: Path) -> str:
     losses: dict[str, list[float]] = pickle.loads((folder / "losses").read_bytes())
     healthy = Replay()
-    before = healthy.take(_views(folder / "healthy"), Said())
+    before = healthy.take(_views(folder / "healthy"), JudgedStretch())
     snapshot, usual, found = healthy.judge.snapshot(), set(), list[Found]()
     named: dict[str, set[int]] = {}
     for number, name in enumerate(ONE_RANK):
@@ -203,7 +203,7 @@ def _judge(folder: Path) -> str:
             continue
         replay = Replay()
         replay.judge.restore(snapshot)
-        said = replay.take(_views(folder / f"fault-{number}"), Said())
+        said = replay.take(_views(folder / f"fault-{number}"), JudgedStretch())
         if name == CONTROL:
             usual = {_key(one) for one in said.onsets}
         # Other work on this machine makes true waits, which are no sign of any fault but the one that is a wait.

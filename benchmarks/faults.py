@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from healthy_faults import LIBRARY
-from healthy_judging import Replay, Said
+from healthy_judging import JudgedStretch, Replay
 from healthy_training import RECIPES, Recipe, Training
 
 from sentinel.anomaly import Anomaly, Severity
@@ -90,7 +90,7 @@ class Bench:
         """Train and judge the healthy steps, and the control."""
         self._recorded(HEALTHY)
         replay = Replay(self.pack)
-        self.healthy = replay.take(self._views(HEALTHY), Said())
+        self.healthy = replay.take(self._views(HEALTHY), JudgedStretch())
         self._judge = replay.judge.snapshot()
         self.control, self.control_losses = self._run(CONTROL)
 
@@ -109,11 +109,11 @@ class Bench:
         training.restore(self._checkpoint())
         return LIBRARY[fault].applies(training)
 
-    def _run(self, fault: str) -> tuple[Said, list[float]]:
+    def _run(self, fault: str) -> tuple[JudgedStretch, list[float]]:
         losses = self._recorded(fault)
         replay = Replay(self.pack)
         replay.judge.restore(self._judge)
-        return replay.take(self._views(fault), Said()), losses
+        return replay.take(self._views(fault), JudgedStretch()), losses
 
     def _recorded(self, fault: str) -> list[float]:
         """Train with the fault, unless the folder holds it; return the losses."""
@@ -158,7 +158,7 @@ def _slug(fault: str) -> str:
 
 
 def summarise(
-    recipe: str, fault: str, onsets: Sequence[Anomaly], said: Said, steps: int, loss: int, grows: bool = False
+    recipe: str, fault: str, onsets: Sequence[Anomaly], said: JudgedStretch, steps: int, loss: int, grows: bool = False
 ) -> Found:
     """Return the times and rules of the onsets that are news."""
     first = min((one.step for one in onsets), default=steps - 1) - steps

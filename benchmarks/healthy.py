@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from healthy_faults import LAST, LIBRARY
-from healthy_judging import Said, judge_recording
+from healthy_judging import JudgedStretch, judge_recording
 from healthy_training import RECIPES, record
 
 from sentinel.anomaly import Severity
@@ -53,7 +53,7 @@ def recorded_at(keep: Path, recipe: str, num_steps: int, seed: int) -> Path:
     return truth
 
 
-def judged(truth_file: Path, pack: Pack | None = None) -> tuple[dict[str, Any], Said, Said]:
+def judged(truth_file: Path, pack: Pack | None = None) -> tuple[dict[str, Any], JudgedStretch, JudgedStretch]:
     """Return what is true of a recording, and what was said of its healthy steps and of those with the fault."""
     truth = json.loads(truth_file.read_text())
     healthy, faulty = judge_recording(truth_file.with_suffix(""), truth["healthy_until"], pack)
@@ -62,14 +62,14 @@ def judged(truth_file: Path, pack: Pack | None = None) -> tuple[dict[str, Any], 
     return truth, healthy, faulty
 
 
-def found_after(truth: dict[str, Any], faulty: Said) -> tuple[int, str]:
+def found_after(truth: dict[str, Any], faulty: JudgedStretch) -> tuple[int, str]:
     """Return the steps until an anomaly of the fault was recorded, -1: never, and the rules that said so first."""
     first = min((one.step for one in faulty.onsets), default=-1)
     rules = sorted({one.rule for one in faulty.onsets if one.step == first})
     return (first - truth["healthy_until"] if rules else -1), ", ".join(rules)
 
 
-def report(results: list[tuple[dict[str, Any], Said, Said]]) -> str:
+def report(results: list[tuple[dict[str, Any], JudgedStretch, JudgedStretch]]) -> str:
     """Return the table, the rules that spoke, and the bound."""
     lines = [
         "| recording | steps judged | rows judged = sent | tensor-steps | points scored | pages | warnings | infos "

@@ -18,7 +18,7 @@ from sentinel.store.run_paths import RunPaths
 
 
 @dataclasses.dataclass
-class Said:
+class JudgedStretch:
     """What judging one stretch of steps brought."""
 
     num_steps: int = 0
@@ -53,7 +53,7 @@ class Replay:
         self.judge = Judge(pack or load_pack())
         self._paged: set[str] = set()
 
-    def take(self, views: Iterable[ClosedStep], said: Said) -> Said:
+    def take(self, views: Iterable[ClosedStep], said: JudgedStretch) -> JudgedStretch:
         """Judge these steps into `said`. AssertionError when a row that was sent was not judged."""
         rows, points = self.judge.num_rows_judged, sum(self.judge.num_points_judged.values())
         for view in views:
@@ -73,9 +73,9 @@ class Replay:
         return said
 
 
-def judge_recording(run_dir: Path, healthy_until: int, pack: Pack | None = None) -> tuple[Said, Said]:
+def judge_recording(run_dir: Path, healthy_until: int, pack: Pack | None = None) -> tuple[JudgedStretch, JudgedStretch]:
     """Return what was said of the healthy steps, and of those from `healthy_until` on."""
-    replay, healthy, faulty = Replay(pack), Said(), Said()
+    replay, healthy, faulty = Replay(pack), JudgedStretch(), JudgedStretch()
     for view, _ in recorded_views(RunPaths.of(run_dir), None, recompute=True):
         replay.take([view], faulty if view.step >= healthy_until else healthy)
     return healthy, faulty

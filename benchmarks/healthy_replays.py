@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from healthy_judging import Replay, Said
+from healthy_judging import JudgedStretch, Replay
 
 from sentinel.anomaly import Severity
 from sentinel.judge.recorded import recorded_views
@@ -43,7 +43,7 @@ class Listener:
     every: int = 1
     phase: int = 0
     replay: Replay = dataclasses.field(default_factory=lambda: Replay(PACK))
-    said: Said = dataclasses.field(default_factory=Said)
+    said: JudgedStretch = dataclasses.field(default_factory=JudgedStretch)
 
     def matches(self, number: int) -> bool:
         """Return whether it sees the step of this number."""

@@ -11,7 +11,7 @@ import pytest
 
 from sentinel.monitor_config import MEASURED_LABELS
 
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from .ranks import train_example
 
 NUM_STEPS, SKIPPED, CLIP = 7, 4, 0.05
@@ -52,10 +52,10 @@ def test_bit_identical_training(tmp_path: Path) -> None:
     assert truth(off) == expected
     assert not (off / "run").exists()
     for rank in range(4):
-        assert_wgrads_are_the_unclipped_truth(Spoken(run.run_dir, rank), seen / f"rank{rank}", expected[rank]["names"])
+        assert_wgrads_are_the_unclipped_truth(SaidSoFar(run.run_dir, rank), seen / f"rank{rank}", expected[rank]["names"])
 
 
-def assert_wgrads_are_the_unclipped_truth(spoken: Spoken, path: Path, names: list[str]) -> None:
+def assert_wgrads_are_the_unclipped_truth(spoken: SaidSoFar, path: Path, names: list[str]) -> None:
     gradients = np.load(path.with_suffix(".npz"))["gradients"]
     assert sorted(spoken.ends) == list(range(NUM_STEPS))
     for step in range(NUM_STEPS):

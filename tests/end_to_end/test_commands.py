@@ -17,7 +17,7 @@ import sentinel
 
 from ..support import forked
 from ..support.ports import free_port
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from ..support.waiting import wait_for
 from ..support.warm import cli
 from .ranks import ROOT
@@ -56,7 +56,7 @@ def order(folder: Path, *arguments: str) -> dict[str, Any]:
     return answer
 
 
-def measured(spoken: Spoken) -> list[int]:
+def measured(spoken: SaidSoFar) -> list[int]:
     """Steps in which a module inside the model was measured."""
     assert spoken.descriptor is not None
     inner = {t.id for t in spoken.descriptor.tensors if t.kind == "activation" and t.name == "1"}
@@ -78,7 +78,7 @@ def test_command_obeyed_at_one_step_by_real_ranks(tmp_path: Path) -> None:
         while not ranks.join(timeout=30):
             pass
 
-    spoken = [Spoken(tmp_path / "run", rank) for rank in range(NUM_RANKS)]
+    spoken = [SaidSoFar(tmp_path / "run", rank) for rank in range(NUM_RANKS)]
     expected = list(range(enabled["at_step"], enabled["at_step"] + 7))
 
     assert [measured(one) for one in spoken] == [expected] * NUM_RANKS

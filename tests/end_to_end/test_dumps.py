@@ -19,7 +19,7 @@ from sentinel.cli.main import run_cli
 
 from ..support import forked
 from ..support.ports import free_port
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from ..support.waiting import wait_for
 from ..support.warm import cli
 from .ranks import ROOT, train_example
@@ -78,7 +78,7 @@ def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
     assert asked_until > asked_from
     first = ordered["at_step"]
     for rank in range(NUM_RANKS):
-        spoken = Spoken(tmp_path / "run", rank)
+        spoken = SaidSoFar(tmp_path / "run", rank)
         assert [ack.state for ack in spoken.acks if ack.command == ordered["id"]] == ["armed", "applied", "ended"]
         assert not spoken.health
     assert sorted(p.name for p in (tmp_path / "run" / "dumps" / "attempt0").iterdir()) == sorted(

@@ -24,7 +24,7 @@ from sentinel.messages import Descriptor
 
 from ..support import forked
 from ..support.ports import free_port
-from ..support.spools import Spoken, decoded, frames_so_far, spool_folders
+from ..support.spools import SaidSoFar, decoded, frames_so_far, spool_folders
 from ..support.waiting import wait_for
 from ..support.warm import cli
 from .ranks import ROOT
@@ -147,7 +147,7 @@ class Measured:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._found: set[tuple[str, str, int]] = set()
-        self._ends = Spoken(run_dir, rank).ends
+        self._ends = SaidSoFar(run_dir, rank).ends
         for folder in spool_folders(run_dir, rank):
             names: dict[int, tuple[str, str]] = {}
             for header, message in decoded(frames_so_far(folder)):
@@ -210,7 +210,7 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
         assert one.steps("param", "0.weight", 100_000, 200_000) == one.kept(static)
         assert one.steps("activation", "1", 100_000, 200_000) == one.kept(static)
         assert one.kept(static + steps(on, 8) + steps(changed, 5) + steps(again, 5))
-        states = [ack.state for ack in Spoken(tmp_path / "run", rank).acks if ack.command == on.id]
+        states = [ack.state for ack in SaidSoFar(tmp_path / "run", rank).acks if ack.command == on.id]
         assert states == ["armed", "applied"]
 
     assert 'unknown key "blak_box"; did you mean "black_box"?' in broken
@@ -244,7 +244,7 @@ def test_without_a_daemon_the_file_names_the_step(tmp_path: Path) -> None:
         one.train(int(3.0 / STEP_S))
 
     for rank in range(NUM_RANKS):
-        found, spoken = Measured(tmp_path / "run", rank), Spoken(tmp_path / "run", rank)
+        found, spoken = Measured(tmp_path / "run", rank), SaidSoFar(tmp_path / "run", rank)
         assert found.steps("activation", "1") == found.kept(list(range(at_step, at_step + 7)))
         assert found.steps("dgrad", "1") == []
         assert [ack.state for ack in spoken.acks] == ["armed", "applied", "missed"]

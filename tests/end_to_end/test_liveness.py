@@ -18,7 +18,7 @@ from sentinel.anomaly import Anomaly, Severity
 
 from ..support.ports import free_port
 from ..support.results import anomalies, incidents, revisions
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from ..support.waiting import wait_for
 from ..support.warm import cli, interpreter
 from .ranks import EXAMPLE, ROOT, SMALL, train_example
@@ -70,7 +70,7 @@ class Ranks:
 
     def pid_of(self, rank: int) -> int:
         """Return the trainer's own process, not the one that stands for it here."""
-        descriptor = Spoken(self.run_dir, rank).descriptor
+        descriptor = SaidSoFar(self.run_dir, rank).descriptor
         assert descriptor is not None
         return int(descriptor.environment["pid"])
 
@@ -83,7 +83,7 @@ class Ranks:
         """Whether all ranks have come so far, with the daemon beside them: it accuses nobody whom it has not heard live."""
         assert self.daemon.poll() is None
         is_followed = len(list(self.run_dir.glob("spool/*/ack"))) == len(self.ranks)
-        return is_followed and all(len(Spoken(self.run_dir, rank).ends) >= num_steps for rank in range(len(self.ranks)))
+        return is_followed and all(len(SaidSoFar(self.run_dir, rank).ends) >= num_steps for rank in range(len(self.ranks)))
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_straggler_among_synchronous_ranks_is_named(tmp_path: Path) -> None:
     found = [one for one in anomalies(ended.run_dir) if one.rule == "slow-rank"]
     ends = {one.onset_id: one.step for one in found if one.event == "end"}
     onsets = [one for one in found if one.event == "onset"]
-    steps = [Spoken(ended.run_dir, rank).ends[40].step_time_s for rank in range(3)]
+    steps = [SaidSoFar(ended.run_dir, rank).ends[40].step_time_s for rank in range(3)]
     assert max(steps) < 1.5 * min(steps)
     # Another may be slow before, for want of a core, but not slower than this one.
     lasts = [one for one in onsets if one.severity is not Severity.INFO and one.step <= 32 and ends.get(one.id, 60) > 45]

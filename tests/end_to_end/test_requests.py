@@ -17,7 +17,7 @@ from sentinel.command import RequestAction
 
 from ..support import forked
 from ..support.ports import free_port
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from ..support.waiting import wait_for
 from ..support.warm import cli
 from .ranks import ROOT
@@ -93,7 +93,7 @@ def test_requests_are_taken_up_by_all_ranks_at_one_step(tmp_path: Path) -> None:
     # Without `monitor.step()` a step has begun with its forward: what is ready from then on is asked for behind it.
     assert [path.name for path in tmp_path.glob("step*.pt")] == [f"step{int(far) + 1}.pt"]
     for rank in range(NUM_RANKS):
-        acks = Spoken(tmp_path / "run", rank).acks
+        acks = SaidSoFar(tmp_path / "run", rank).acks
         for _, request in first:
             assert [ack.state for ack in acks if ack.command == request.id and ack.state != "withdrawn"] == [
                 "armed", "applied", "ended",

@@ -16,7 +16,7 @@ from sentinel.order.origin import origin
 from sentinel.store.journal import Journal
 
 from ..support.results import anomalies, anomalies_but_of_pace, decisions, incidents
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from ..support.warm import cli
 from .ranks import EVERYTHING, ROOT, train_example
 
@@ -32,7 +32,7 @@ def rows_a_step(num_chunks: int, num_replicas: int) -> int:
 
 def assert_all_was_judged(run_dir: Path, num_steps: int, num_ranks: int, expected: int) -> None:
     closed = decisions(run_dir)
-    spoken = [Spoken(run_dir, rank) for rank in range(num_ranks)]
+    spoken = [SaidSoFar(run_dir, rank) for rank in range(num_ranks)]
     assert [one.step for one in closed] == list(range(num_steps))
     assert all(len(one.ranks) == num_ranks and not one.missing for one in closed)
     judged = sum(part.num_rows for one in closed for part in one.ranks)
@@ -50,7 +50,7 @@ def test_rows_judged_are_rows_expected_on_every_layout(arguments: tuple[str, ...
     run = train_example(tmp_path, "--steps", "8", *arguments)
 
     assert_all_was_judged(run.run_dir, 8, 4, 8 * rows_a_step(num_chunks, 2))
-    names = Counter(name for rank in range(4) for name in Spoken(run.run_dir, rank).of(3, "wgrad"))
+    names = Counter(name for rank in range(4) for name in SaidSoFar(run.run_dir, rank).of(3, "wgrad"))
     assert len(names) == NUM_PARAMETERS
     assert set(names.values()) == {2}
     assert not anomalies_but_of_pace(run.run_dir)
@@ -123,7 +123,7 @@ def test_nobody_is_paged_in_many_healthy_steps_and_a_fault_after_them_is_found(t
     )  # fmt: skip
 
     assert [one.step for one in decisions(run.run_dir)] == list(range(num_steps))
-    spoken = Spoken(run.run_dir, 0)
+    spoken = SaidSoFar(run.run_dir, 0)
     due = sum(sum(end.due.values()) for end in spoken.ends.values())
     judged = sum(part.num_rows for one in decisions(run.run_dir) for part in one.ranks)
     assert judged == spoken.num_rows > due == num_steps * 2 * NUM_PARAMETERS

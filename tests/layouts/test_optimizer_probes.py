@@ -23,7 +23,7 @@ from sentinel.ingest.merge import ClosedStep
 from sentinel.record import ROW_DTYPE, Flag
 
 from ..support.closed_steps import closed_steps, statistics
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from .builds import CPU, LAYOUTS, mine
 from .layout import Trainer, differences, steps_of, train_ranks
 from .net import LayoutBlock, Net, optimizer_of, shifted_loss, tokens_of
@@ -141,7 +141,7 @@ def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_pa
         kept_apart = {key for key in statistics(view, "weight_spectrum") if "@dp" in key}
         assert bool(kept_apart) is (name in SHARDED and name != "fsdp1")  # Its pieces are no matrices.
         assert_formed(view, whole)
-    health = [h for rank in range(2) for h in Spoken(tmp_path / "watched" / "run", rank).health]
+    health = [h for rank in range(2) for h in SaidSoFar(tmp_path / "watched" / "run", rank).health]
     assert {h.code for h in health} == ({"unsupported"} if name == "fsdp1" else set()), health
     assert all("no matrix" in h.message for h in health)
 
@@ -175,7 +175,7 @@ def test_a_norm_that_no_shard_knows_is_flagged_and_never_merged(tmp_path: Path) 
     train_ranks(tmp_path, build_fsdp2, 2, config=CONFIG)
 
     for rank in range(2):
-        spoken = Spoken(tmp_path / "run", rank)
+        spoken = SaidSoFar(tmp_path / "run", rank)
         rows = spoken.of(1, "weight_spectrum")
         assert rows and all(row["flags"] & Flag.PER_RANK for row in rows.values())
         for kind in ("update", "update_ratio"):
@@ -226,7 +226,7 @@ def test_pipelines_name_the_micro_batch(name: str, tmp_path: Path) -> None:
         truth.append({n: p.grad.double().norm().item() for n, p in model.named_parameters() if p.grad is not None})
     seen: set[str] = set()
     for rank in range(2):
-        spoken = Spoken(tmp_path / "run", rank)
+        spoken = SaidSoFar(tmp_path / "run", rank)
         assert spoken.descriptor is not None
         rows = np.frombuffer(b"".join(part.tobytes() for part in spoken.rows[0]), ROW_DTYPE)
         for info in spoken.descriptor.tensors:

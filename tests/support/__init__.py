@@ -9,7 +9,7 @@
 | drive a detector over series | `series`: `scores_of`, `first_anomalous`, `autoregressive` |
 | build a model of milliseconds, with its data | `nets`: `TinyModel`, `tokens`, `loss_of`, `weights_of` |
 | train it for some steps | `training`: `train_steps` |
-| read back what ranks wrote into their spools | `spools`: `Said` by name, `Spoken` of what still writes, `decoded` frames |
+| read back what ranks wrote into their spools | `spools`: `Said` by name, `SaidSoFar` while one writes, `decoded` frames |
 | compare a row with its tensor | `truth`: `assert_row_of`; `spools`: `norm`; `nets`: `outputs` of modules |
 | count how often the host waits for a device | `host_waits`: `HostWaits` |
 | run a function on several ranks | `forked`: `start_ranks`; `ports`: `free_port` |

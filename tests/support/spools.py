@@ -125,7 +125,7 @@ class Said:
         return next(t for t in self.descriptor.tensors if t.kind == kind and t.name == name)
 
 
-class Spoken:
+class SaidSoFar:
     """What one rank said so far, rows as arrays: for real models, while they train or when they were killed."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:

@@ -18,7 +18,7 @@ from ..end_to_end.ranks import ROOT
 from ..layouts.layout import differences, gradient_norm
 from ..layouts.net import shifted_loss, tokens_of
 from ..support.closed_steps import STATISTICS, closed_steps, statistics
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 
 pytest.importorskip("deepspeed")
 
@@ -165,7 +165,7 @@ def test_names_and_statistics_are_those_of_one_process(name: str, jobs: Path, al
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_shards_have_parts_and_replicas_have_none(stage: int, jobs: Path) -> None:
     for rank in range(WORLD):
-        spoken = Spoken(jobs / f"zero{stage}-fp32" / "run", rank)
+        spoken = SaidSoFar(jobs / f"zero{stage}-fp32" / "run", rank)
         parts = {kind: {t.part for t in spoken.descriptor.tensors if t.kind == kind} for kind in ("wgrad", "param")}
 
         assert (parts["wgrad"] == {""}) == (stage == 0)
@@ -181,16 +181,16 @@ def test_the_black_box_has_its_borders_under_zero_3(jobs: Path, alone: list[Any]
 
 def test_micro_steps_are_counted(jobs: Path) -> None:
     for rank in range(WORLD):
-        ends = Spoken(jobs / "zero2-accumulate-groups" / "run", rank).ends
+        ends = SaidSoFar(jobs / "zero2-accumulate-groups" / "run", rank).ends
         assert [end.num_micro_steps for end in ends.values()] == [2, 2]
-        assert Spoken(jobs / "zero2-fp32" / "run", rank).ends[1].num_micro_steps == 1
+        assert SaidSoFar(jobs / "zero2-fp32" / "run", rank).ends[1].num_micro_steps == 1
 
 
 def test_a_recomputed_forward_is_counted_once(jobs: Path, alone: list[Any]) -> None:
     for name in ("zero2-checkpointing", "zero3-checkpointing"):
         views = closed_steps(jobs / name / "run")
         are_like(views, alone, ("wgrad", "param", "activation"))
-        assert {end.num_micro_steps for end in Spoken(jobs / name / "run", 0).ends.values()} == {1}
+        assert {end.num_micro_steps for end in SaidSoFar(jobs / name / "run", 0).ends.values()} == {1}
 
 
 # -- stories -----------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_step_number_is_the_one_deepspeed_prints(stories: Path) -> None:
     printed = [(number, lr) for number, lr in said[0]["printed"] if number]
 
     for rank in range(WORLD):
-        ends = Spoken(folder / "run", rank).ends
+        ends = SaidSoFar(folder / "run", rank).ends
         assert [number for number, _ in printed] == said[rank]["numbers"] == list(ends) == [1, 2, 3, 4]
         for at, (number, lr) in enumerate(printed):
             scalars = ends[number].scalars
@@ -266,7 +266,7 @@ def test_a_pipeline_of_deepspeed_is_one_model(stories: Path) -> None:
             assert gradient_norm(view) == pytest.approx(norms[at], rel=1e-5)
             assert {t.name for t in view.tensors if t.kind == "wgrad"} == {"0.weight", *linear}
             assert {t.depth for t in view.tensors} == {0, 1}
-    assert {end.num_micro_steps for end in Spoken(stories / "pipeline" / "run", 1).ends.values()} == {4}
+    assert {end.num_micro_steps for end in SaidSoFar(stories / "pipeline" / "run", 1).ends.values()} == {4}
     assert len(views) == 3
 
 
@@ -276,14 +276,14 @@ def test_a_model_compiled_after_attach_is_measured_inside_too(stories: Path, alo
     are_like(views, alone, ("wgrad", "param", "activation"))
     assert [view.step for view in views] == [1, 2, 3]
     for rank in range(WORLD):
-        assert not Spoken(stories / "compiled" / "run", rank).health
+        assert not SaidSoFar(stories / "compiled" / "run", rank).health
 
 
 def test_a_new_engine_on_the_same_model_is_followed(stories: Path) -> None:
     for rank, said in enumerate(said_by(stories / "anew", "said")):
         assert said == {"is_alive": False, "is_new": True}
-        assert list(Spoken(stories / "anew" / "run", rank).ends) == [1]
-        second = Spoken(stories / "anew" / "second", rank)
+        assert list(SaidSoFar(stories / "anew" / "run", rank).ends) == [1]
+        second = SaidSoFar(stories / "anew" / "second", rank)
         assert list(second.ends) == [1]
         assert second.of(1, "wgrad")
 
@@ -293,7 +293,7 @@ def test_evaluation_in_the_loop_is_not_measured(stories: Path, alone: list[Any])
 
     are_like(views, alone, ("wgrad", "param", "activation"))
     for rank in range(WORLD):
-        assert [end.num_micro_steps for end in Spoken(stories / "evaluated" / "run", rank).ends.values()] == [2, 2, 2]
+        assert [end.num_micro_steps for end in SaidSoFar(stories / "evaluated" / "run", rank).ends.values()] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -306,10 +306,10 @@ def test_a_resumed_run_goes_on_with_the_number(stage: int, stories: Path) -> Non
         for name in ("before", "after"):
             assert said[f"third {name}"] == said["third"]
             assert said[f"number {name}"] == 3
-            spoken = Spoken(folder / name, rank)
+            spoken = SaidSoFar(folder / name, rank)
             assert list(spoken.ends) == [3]
             assert spoken.ends[3].scalars["loss"] == pytest.approx(said["third"], rel=1e-6)
-        assert list(Spoken(folder / "run", rank).ends) == [1, 2, 3]
+        assert list(SaidSoFar(folder / "run", rank).ends) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("where", ["backward", "step"])
@@ -319,7 +319,7 @@ def test_rows_of_a_step_that_raises_are_on_disk(where: str, stories: Path) -> No
         assert "broke" in said["raised"]
         for path, size in said["sizes"].items():  # As it was when the exception came out of DeepSpeed.
             (folder / path).write_bytes((folder / path).read_bytes()[:size])
-        spoken = Spoken(folder / "run", rank)
+        spoken = SaidSoFar(folder / "run", rank)
         assert list(spoken.ends) == [1, 2]
         assert [end.is_partial for end in spoken.ends.values()] == [False, True]
         assert len(spoken.of(2, "activation")) > 10
@@ -360,7 +360,7 @@ def test_the_example_runs_watched(tmp_path: Path) -> None:
 
     assert ended.returncode == 0, ended.stderr[-3000:]
     printed = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    ends = Spoken(tmp_path / "run", 0).ends
+    ends = SaidSoFar(tmp_path / "run", 0).ends
     assert [line["step"] for line in printed] == list(ends) == [1, 2, 3, 4, 5, 6]
     for line in printed:
         assert ends[line["step"]].scalars["loss"] == pytest.approx(line["loss"], abs=1e-4)

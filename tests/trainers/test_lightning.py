@@ -27,7 +27,7 @@ from ..end_to_end.ranks import ROOT, run_command
 from ..support.closed_steps import closed_steps, statistics
 from ..support.host_waits import READ, HostWaits
 from ..support.ports import free_port
-from ..support.spools import ALL_KINDS, Said, Spoken, norm
+from ..support.spools import ALL_KINDS, Said, SaidSoFar, norm
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
@@ -805,7 +805,7 @@ def test_it_works_for_pytorch_lightning_too(tmp_path: Path, first: str, second: 
 
     run_command(tmp_path, [sys.executable, "-W", "ignore", "-c", script], None, 120)
 
-    assert list(Spoken(tmp_path / "run", 0).ends) == [0, 1, 2]
+    assert list(SaidSoFar(tmp_path / "run", 0).ends) == [0, 1, 2]
 
 
 def test_the_callback_travels_to_spawned_processes() -> None:
@@ -861,7 +861,7 @@ def test_two_ranks_under_ddp_merge_to_what_one_process_measures(tmp_path: Path) 
                 ), (view.step, name)
         total = math.sqrt(sum(one["norm"] ** 2 for one in statistics(view, "wgrad").values()))
         assert total == pytest.approx(results[0]["watched"]["norms"][view.step], rel=1e-5)
-    assert not any(Spoken(tmp_path / "two" / "run", rank).health for rank in range(2))
+    assert not any(SaidSoFar(tmp_path / "two" / "run", rank).health for rank in range(2))
 
 
 def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:
@@ -871,6 +871,6 @@ def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:
     ended = run_command(tmp_path, [*sentinel_run, sys.executable, example], None, 120)
 
     assert "step   99  loss" in ended.stdout
-    spoken = Spoken(tmp_path / "run", 0)
+    spoken = SaidSoFar(tmp_path / "run", 0)
     assert list(spoken.ends) == list(range(100))
     assert spoken.of(99, "wgrad") and not spoken.health

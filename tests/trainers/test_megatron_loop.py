@@ -17,7 +17,7 @@ from sentinel.ingest.merge import ClosedStep
 
 from ..layouts.layout import differences, gradient_norm
 from ..support.closed_steps import closed_steps, statistics
-from ..support.spools import Spoken
+from ..support.spools import SaidSoFar
 from .megatron_launch import EVERYTHING, ROOT, Launcher, truth_of
 
 pytestmark = pytest.mark.trainer
@@ -35,7 +35,7 @@ def test_example_prints_the_numbers_that_steps_have(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr[-3000:]
     printed = {int(n): (float(loss), float(norm)) for n, loss, norm in PRINTED.findall(done.stdout)}
-    said = {step: end.scalars for step, end in Spoken(tmp_path / "run", 0).ends.items()}
+    said = {step: end.scalars for step, end in SaidSoFar(tmp_path / "run", 0).ends.items()}
     assert list(printed) == list(said) == [1, 2, 3, 4, 5, 6]
     for step, (loss, norm) in printed.items():
         assert said[step]["loss"] == pytest.approx(loss, rel=1e-6)
@@ -168,7 +168,7 @@ def test_resumed_run_goes_on_counting(is_sharded: bool, launcher: Launcher, tmp_
 
 def test_what_was_measured_is_on_disk_when_the_trainer_raises(launcher: Launcher, tmp_path: Path) -> None:
     ranks = launcher.train(tmp_path, steps=3, bare=False, raise_at=2)  # The process ends without running atexit.
-    said = Spoken(tmp_path / "run", 0)
+    said = SaidSoFar(tmp_path / "run", 0)
 
     assert ranks[0]["watched"]["raised"] == "the data loader broke"
     assert {step: end.is_partial for step, end in said.ends.items()} == {1: False, 2: True}

@@ -23,7 +23,7 @@ from ..end_to_end.ranks import ROOT, run_command
 from ..support.closed_steps import closed_steps, statistics
 from ..support.host_waits import READ, HostWaits
 from ..support.ports import free_port
-from ..support.spools import Said, Spoken, norm
+from ..support.spools import Said, SaidSoFar, norm
 
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
@@ -417,7 +417,7 @@ def test_ranks_merge_to_what_one_process_measures(tmp_path: Path, one_process: P
         assert total == pytest.approx(reported["norms"][str(step)], rel=1e-5)
         assert view.scalars["loss"].mean == pytest.approx(reported["seen"][str(step)], rel=1e-5)
     assert len(statistics(views[2], "activation")) >= 33
-    assert not any(Spoken(tmp_path / layout / "run", rank).health for rank in range(2))
+    assert not any(SaidSoFar(tmp_path / layout / "run", rank).health for rank in range(2))
 
 
 def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:
@@ -427,6 +427,6 @@ def test_the_example_runs_under_sentinel(tmp_path: Path) -> None:
     ended = run_command(tmp_path, [*sentinel_run, sys.executable, example], None, 120)
 
     assert "Training complete" in ended.stderr + ended.stdout
-    spoken = Spoken(tmp_path / "run", 0)
+    spoken = SaidSoFar(tmp_path / "run", 0)
     assert list(spoken.ends) == list(range(1, 31))
     assert spoken.of(30, "wgrad") and not spoken.health

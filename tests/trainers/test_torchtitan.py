@@ -15,7 +15,7 @@ import pytest
 from ..layouts.layout import differences, gradient_norm
 from ..support.closed_steps import closed_steps, statistics
 from ..support.ports import free_port
-from ..support.spools import Spoken, norm
+from ..support.spools import SaidSoFar, norm
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.trainer
@@ -87,7 +87,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
 
 def test_step_number_is_the_trainers(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
-    printed, spoken = results["seen"]["printed"], Spoken(folder / "seen", 0)
+    printed, spoken = results["seen"]["printed"], SaidSoFar(folder / "seen", 0)
 
     assert sorted(spoken.ends) == sorted(spoken.rows) == [1, 2, 3, 4, 5] == sorted(map(int, printed))
     assert spoken.descriptor is not None
@@ -106,7 +106,7 @@ def test_step_number_is_the_trainers(alone: tuple[Path, dict[str, dict[str, Any]
 
 def test_every_step_has_its_scalars_also_where_torchtitan_logs_none(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
-    ends = Spoken(folder / "rare", 0).ends
+    ends = SaidSoFar(folder / "rare", 0).ends
 
     assert sorted(results["rare"]["printed"]) == ["1", "3"]
     for step in range(1, 6):
@@ -119,7 +119,7 @@ def test_learning_rate_is_the_one_the_step_is_taken_with(alone: tuple[Path, dict
     folder, results = alone
     rates = {int(step): rate for step, rate in results["seen"]["rates"].items()}
 
-    assert {step: end.scalars["lr"] for step, end in Spoken(folder / "seen", 0).ends.items()} == rates
+    assert {step: end.scalars["lr"] for step, end in SaidSoFar(folder / "seen", 0).ends.items()} == rates
     assert len(set(rates.values())) > 2  # They do change.
 
 
@@ -137,7 +137,7 @@ def test_training_is_bit_identical_without_a_further_wait(alone: tuple[Path, dic
 @pytest.mark.parametrize("run", ["seen", "full", "selective", "chunked", "replayed"])
 def test_wgrad_is_before_clipping(alone: tuple[Path, dict[str, dict[str, Any]]], run: str) -> None:
     folder, results = alone
-    spoken = Spoken(folder / run, 0)
+    spoken = SaidSoFar(folder / run, 0)
 
     for step, reference in results[run]["references"].items():
         rows = spoken.of(int(step), "wgrad")
@@ -155,7 +155,7 @@ def _wrapped(name: str, known: dict[str, Any]) -> str:
 
 
 def test_validation_is_not_measured(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
-    spoken = Spoken(alone[0] / "seen", 0)
+    spoken = SaidSoFar(alone[0] / "seen", 0)
 
     # Steps 1, 2 and 4 were followed by a validation, 3 and 5 were not.
     sizes = [{name: int(row["count"]) for name, row in spoken.of(step, "activation").items()} for step in range(1, 6)]
@@ -185,14 +185,14 @@ def test_a_head_inside_the_loss_is_measured(alone: tuple[Path, dict[str, dict[st
             expected = statistics(truth, kind)
             assert any(key.startswith("lm_head") for key in expected)
             assert not differences(statistics(ours, kind), expected)
-    assert Spoken(folder / "chunked", 0).of(3, "activation")["lm_head"]["count"] == 2 * 4 * 16 * 64
+    assert SaidSoFar(folder / "chunked", 0).of(3, "activation")["lm_head"]["count"] == 2 * 4 * 16 * 64
 
 
 def test_resume_goes_on_with_the_trainers_numbers(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
-    resumed = Spoken(folder / "resumed", 0)
+    resumed = SaidSoFar(folder / "resumed", 0)
 
-    assert sorted(Spoken(folder / "first", 0).ends) == [1, 2, 3]
+    assert sorted(SaidSoFar(folder / "first", 0).ends) == [1, 2, 3]
     assert sorted(resumed.ends) == [4, 5, 6] == sorted(map(int, results["resumed"]["printed"]))
     assert resumed.descriptor is not None
     assert resumed.descriptor.first_step == 4
@@ -207,12 +207,12 @@ def test_a_checkpoint_from_before_sentinel_loads(alone: tuple[Path, dict[str, di
 
     assert b"sentinel.step" not in (folder / "older" / "checkpoint" / "step-3" / ".metadata").read_bytes()
     assert results["after"]["error"] == ""
-    assert sorted(Spoken(folder / "after", 0).ends) == [4, 5]
+    assert sorted(SaidSoFar(folder / "after", 0).ends) == [4, 5]
 
 
 def test_a_loss_that_is_not_finite_is_on_disk_when_torchtitan_raises(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
-    spoken = Spoken(folder / "poisoned", 0)
+    spoken = SaidSoFar(folder / "poisoned", 0)
 
     assert "Loss is not finite" in results["poisoned"]["error"]
     assert results["poisoned"]["flushed"]
@@ -225,7 +225,7 @@ def test_a_loss_that_is_not_finite_is_on_disk_when_torchtitan_raises(alone: tupl
 
 def test_a_step_that_raises_in_its_middle_is_on_disk(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
-    spoken = Spoken(folder / "failed", 0)
+    spoken = SaidSoFar(folder / "failed", 0)
 
     assert "planted" in results["failed"]["error"]
     assert sorted(spoken.ends) == [1, 2, 3]
@@ -239,12 +239,12 @@ def test_a_step_that_torchtitan_cancels_is_none(alone: tuple[Path, dict[str, dic
     folder, results = alone
 
     assert results["emptied"]["step"] == 3  # Announced, then out of data.
-    assert sorted(Spoken(folder / "emptied", 0).ends) == [1, 2]
+    assert sorted(SaidSoFar(folder / "emptied", 0).ends) == [1, 2]
 
 
 def test_a_replayed_graph_shows_parameters_and_gradients_and_says_so(alone: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, results = alone
-    spoken, seen = Spoken(folder / "replayed", 0), Spoken(folder / "seen", 0)
+    spoken, seen = SaidSoFar(folder / "replayed", 0), SaidSoFar(folder / "seen", 0)
 
     assert [one.code for one in spoken.health] == ["cuda_graphs"]
     assert results["replayed"]["weights"] == results["bare"]["weights"]
@@ -310,7 +310,7 @@ def test_statistics_mean_what_they_mean_on_one_process(name: str, together: tupl
     folder, results = together
     views, alone = closed_steps(folder / name), closed_steps(folder / f"one{LAYOUTS[name][1]}")
     assert len(views) > 1
-    descriptor = Spoken(folder / name, 0).descriptor
+    descriptor = SaidSoFar(folder / name, 0).descriptor
     assert descriptor is not None
     assert not [t.name for t in descriptor.tensors if "unknown" in t.placements.values()]
     partial = {f"{t.name}/{t.kind}" for t in descriptor.tensors if "partial" in t.placements.values()}
@@ -357,6 +357,6 @@ def test_the_example_runs_beside_a_daemon(tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    ends = Spoken(tmp_path / "run", 0).ends
+    ends = SaidSoFar(tmp_path / "run", 0).ends
     assert sorted(ends) == [1, 2, 3, 4, 5]
     assert ends[5].scalars["loss"] < ends[1].scalars["loss"]

@@ -16,7 +16,7 @@ from sentinel.collect.parallel.styles import declared_by_style
 
 from ...layouts.layout import EVERYTHING, Result, Trainer, differences, train_ranks
 from ...support.closed_steps import closed_steps, statistics
-from ...support.spools import Spoken
+from ...support.spools import SaidSoFar
 from .. import llama
 
 LAYOUTS: dict[str, tuple[Callable[[], Trainer], int]] = {
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def placements(folder: Path, rank: int = 0) -> dict[tuple[str, str], str]:
     """(local name, kind) -> placement over tp, as the rank says it."""
-    descriptor = Spoken(folder / "run", rank).descriptor
+    descriptor = SaidSoFar(folder / "run", rank).descriptor
     assert descriptor is not None
     return {(tensor.name, tensor.kind): tensor.placements.get("tp", "") for tensor in descriptor.tensors}
 
@@ -63,7 +63,7 @@ def test_activations_mean_what_they_mean_on_one_process(name: str, trained: Trai
             expected = statistics(truth, kind)
             assert len(expected) > 10
             assert not differences(statistics(ours, kind), expected)
-    assert not Spoken(folder / "run", 0).health
+    assert not SaidSoFar(folder / "run", 0).health
 
 
 def test_each_word_is_said_where_it_is_true(trained: Trained) -> None:
@@ -87,7 +87,7 @@ def test_each_word_is_said_where_it_is_true(trained: Trained) -> None:
 
 
 def test_a_summand_of_a_gradient_stands_between_its_sum_and_what_follows_in_forward(trained: Trained) -> None:
-    descriptor = Spoken(trained("tensor")[0] / "run", 0).descriptor
+    descriptor = SaidSoFar(trained("tensor")[0] / "run", 0).descriptor
     assert descriptor is not None
     at = {(tensor.name, tensor.kind): tensor.site_pos for tensor in descriptor.tensors}
 
