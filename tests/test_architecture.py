@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 import subprocess
 import sys
@@ -58,6 +59,22 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's tree: walking it costs more than parsing it."""
+    return tuple(ast.walk(parsed(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_kept() -> Iterator[None]:
+    """Millions of nodes that stay would be gone through again and again by the garbage collector."""
+    gc.disable()
+    yield
+    gc.enable()
+    parsed.cache_clear()
+    nodes_of.cache_clear()
+
+
 def stage_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
@@ -78,7 +95,7 @@ def imports_of(path: Path, *, with_types: bool = True) -> list[tuple[int, str, b
     found: list[tuple[int, str, bool]] = []
 
     def visit(node: ast.AST, is_lazy: bool) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_types:
+        if not with_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:
                 visit(other, is_lazy)
             return
@@ -92,7 +109,8 @@ def imports_of(path: Path, *, with_types: bool = True) -> list[tuple[int, str, b
                 found.append((node.lineno, node.module, is_lazy))
         inner = is_lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
-            visit(child, inner)
+            if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):  # No expression holds a statement.
+                visit(child, inner)
 
     visit(parsed(path), False)
     return found
@@ -176,8 +194,9 @@ def test_the_environment_is_read_in_two_places() -> None:
         stage = stage_of(module_of(path))
         if stage == "cli" or path.relative_to(ROOT) == Path("collect/environment.py"):
             continue
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"):
+        for node in nodes_of(path):
+            names_it = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+            if names_it and ast.unparse(node).startswith("os."):
                 readers.append(f"{path.relative_to(ROOT.parent)}:{node.lineno}")
 
     assert not readers, readers
@@ -189,7 +208,7 @@ def test_adapters_use_the_public_surface_of_a_monitor() -> None:
     for path in FILES:
         if path.parent != ROOT / "collect" / "adapters":
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Attribute) or not ast.unparse(node.value).endswith("monitor"):
                 continue
             if node.attr in parts or node.attr.startswith("_"):
@@ -235,7 +254,7 @@ def test_no_class_of_collect_decides_many_things() -> None:
         node.name: len([one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))])
         for path in FILES
         if path.is_relative_to(ROOT / "collect")
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     }
 
@@ -271,7 +290,7 @@ def test_daemon_needs_no_torch(module: str) -> None:
 def test_no_class_name_is_used_for_two_things() -> None:
     where: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(str(path.relative_to(ROOT.parent)))
 
@@ -300,19 +319,24 @@ PROGRAMS = {"__init__", "frozen", "warm_client", "warm_server"}
 
 def helpers_of(path: Path) -> Iterator[ast.FunctionDef | ast.ClassDef]:
     """Yield the functions and classes at the top of a test module that pytest does not collect."""
-    for node in ast.parse(path.read_text("utf-8")).body:
+    for node in parsed(path).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith(("test_", "Test")):
             yield node
 
 
 def test_no_two_test_modules_hold_the_same_helper() -> None:
-    where: dict[str, list[str]] = {}
+    # Bodies of the same kinds of nodes, in the same order, are few: only these are written out and compared.
+    alike: dict[tuple[type, ...], list[tuple[str, list[ast.stmt]]]] = {}
     for path in sorted(TESTS.rglob("*.py")):
         for node in helpers_of(path):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
             if body and node.end_lineno is not None and node.end_lineno - body[0].lineno + 2 >= MIN_COPIED_LINES:
-                text = "\n".join(map(ast.unparse, body))
-                where.setdefault(text, []).append(f"{path.relative_to(TESTS)}:{node.lineno}: {node.name}")
+                kinds = tuple(type(part) for one in body for part in ast.walk(one))
+                alike.setdefault(kinds, []).append((f"{path.relative_to(TESTS)}:{node.lineno}: {node.name}", body))
+    where: dict[str, list[str]] = {}
+    for helpers in alike.values():
+        for helper, body in helpers if len(helpers) > 1 else ():
+            where.setdefault("\n".join(map(ast.unparse, body)), []).append(helper)
 
     copied = [helpers for helpers in where.values() if len(helpers) > 1]
     assert not copied, "move one of each into tests/support/, and take it from there:\n" + "\n".join(map(str, copied))

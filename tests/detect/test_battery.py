@@ -147,6 +147,7 @@ def test_level_shift_fires_once(name, rng):
     assert not flagged[:150].any() and not flagged[last + 1 :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIFTING)
 def test_healthy_series_stay_silent(name, healthy, healthy_kinds):
     """A lone excursion in ten thousand of heavy-tailed noise is allowed: it is `info`, and never lasts."""
@@ -185,6 +186,7 @@ SCHEDULES: dict[str, np.ndarray] = {
 """What happens to all tensors of a healthy run alike."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_all_series_do_is_nobodys_fault(name, rng):
     alike = np.concatenate([SCHEDULES[one] for one in ("warm-up, cosine to nothing", "restarts", "ten times the batch")])

@@ -1,3 +1,4 @@
+import functools
 import itertools
 from pathlib import Path
 from typing import ClassVar
@@ -8,6 +9,7 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.detect import DETECTORS, Declaration, Scores, known_detectors
+from sentinel.document import read_document
 from sentinel.errors import RuleError
 from sentinel.record import KIND_LABELS
 from sentinel.rules.language import listing, loader
@@ -16,6 +18,15 @@ from sentinel.rules.language.loader import builtin_packs, load_pack, read_pack
 from sentinel.rules.language.schema import Match
 
 NAN = "rules:\n  - name: a\n    detector: AnomalyNan\n    "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _builtin_packs_are_parsed_once():
+    """Nearly every test merges over the default pack, whose document is the same each time."""
+    builtin, parsed = set(builtin_packs().values()), functools.cache(read_document)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "read_document", lambda path: parsed(path) if path in builtin else read_document(path))
+        yield
 
 
 @pytest.fixture
