@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -19,11 +20,16 @@ class AlertContexts:
     """Of one run. May be asked from any thread."""
 
     def __init__(
-        self, journal: Journal, incarnations: Callable[[], Iterable[Incarnation]], labels: Mapping[str, str] | None = None
+        self,
+        journal: Journal,
+        incarnations: Callable[[], Iterable[Incarnation]],
+        labels: Mapping[str, str] | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         """incarnations: the processes that are followed; after a restart they are described from the spool again.
         labels: of every run; those of the run itself take precedence.
         """
+        self._file_system = "" if run_dir is None else f"{run_dir.stat().st_dev:x}"
         self.labels: Mapping[str, str] = labels or {}
         """Labels of every run that the daemon serves."""
         self._journal = journal
@@ -34,7 +40,7 @@ class AlertContexts:
         # The loop may add processes meanwhile.
         identities = identities_of(list(self._incarnations()), incident.attempt)
         found = context_of(incident, identities, self._opened(incident))
-        return msgspec.structs.replace(found, labels={**self.labels, **found.labels}) if self.labels else found
+        return msgspec.structs.replace(found, file_system=self._file_system, labels={**self.labels, **found.labels})
 
     def _opened(self, incident: Incident) -> float:
         first = self._journal.found.first_revision(incident.id)

@@ -92,7 +92,7 @@ class ServedRun:
                 self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.newest.rules])
                 self._notices = RunNotices(self.name, self.journal)
                 self._contexts = AlertContexts(
-                    self.journal, lambda: self._stages.follower.incarnations.values(), config.labels
+                    self.journal, lambda: self._stages.follower.incarnations.values(), config.labels, paths.run_dir
                 )
                 self._alerts = IncidentAlerts(
                     self.journal, config.notify.routes(), self._contexts.of, config.notify.escalate

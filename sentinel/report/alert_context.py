@@ -27,6 +27,8 @@ class AlertContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """How many ranks the incident, or else its attempt, has."""
     job: str = ""
     """Id of the job, where all ranks of the attempt are of one."""
+    file_system: str = ""
+    """Which file system the run writes to, as the daemon sees it; equal for runs that share one. Empty: not known."""
     labels: dict[str, str] = {}
     """Labels that all ranks of the attempt have."""
 

@@ -49,6 +49,14 @@ def test_a_configuration_whose_secrets_are_there_is_clean(
          "F:5: notify.sinks.webhook.secret_env: expected the environment variable"),
         ("notify:\n  sinks:\n  - type: alertmanager\n    bearer_file: /nowhere/b\n", "F:4: notify.sinks.alertmanager"),
         ("notify:\n  ca_file: /nowhere/ca\n  sinks: [{type: console}]\n", "F:2: notify.ca_file: /nowhere/ca: expected"),
+        ("notify:\n  sinks: [{type: console}]\n  escalate:\n  - {after_s: 60, sinks: [consol]}\n",
+         'F:4: notify.escalate[0].sinks: unknown sink "consol"; did you mean "console"?'),
+        ("notify:\n  sinks: [{type: console}]\n  maintenance:\n  - {phases: [eval]}\n  - {hours: 'Mom 09:00-10:00'}\n",
+         'F:5: notify.maintenance.hours: unknown day "Mom"; did you mean "Mon"?'),
+        ("notify:\n  sinks: [{type: console}]\n  inhibit:\n  - {source: ['rnu=x'], target: ['run=y']}\n",
+         'F:4: notify.inhibit.source: unknown name "rnu"; did you mean "run"?'),
+        ("notify:\n  sinks:\n  - {type: console, route: {hours: ['9-18']}}\n", "F:3: notify.sinks.route.hours must be like"),
+        ("notify:\n  hold_s: {critical: -1}\n  sinks: [{type: console}]\n", "F:2: notify.hold_s.critical must be in"),
     ],
 )  # fmt: skip
 def test_what_a_daemon_would_refuse_here_and_now_is_an_error(
@@ -58,6 +66,12 @@ def test_what_a_daemon_would_refuse_here_and_now_is_an_error(
 
     assert (code, out.count("\n")) == (FOUND, 1)
     assert out.startswith(message)
+
+
+def test_a_sink_for_escalations_alone_is_not_suspicious(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "notify:\n  escalate: [{after_s: 60, sinks: [console]}]\n  sinks: [{type: console, route: {changes: []}}]\n"
+
+    assert checked(text, tmp_path, capsys) == (CLEAN, "F: ok, for the daemon\n")
 
 
 def test_every_secret_that_is_missing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

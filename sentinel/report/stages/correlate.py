@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -103,7 +104,10 @@ def traits(alert: Alert) -> list[tuple[str, ...]]:
     """Return what makes incidents of two runs alike, where they share one: so much that one cause is likely."""
     incident = alert.incident
     detectors = incident.detectors or ("",)
-    return [(incident.severity.value, detector, place) for detector in detectors for place in sorted(_places(incident))]
+    common = {("in", place) for place in _places(incident)} | {("on", one.host) for one in alert.context.ranks if one.host}
+    if incident.nature == "liveness" and alert.context.file_system:
+        common.add(("at", f"{alert.context.file_system} {_without_numbers(incident.title)}"))
+    return [(incident.severity.value, detector, *one) for detector in detectors for one in sorted(common)]
 
 
 def together(parts: Sequence[Pending], thread: Thread | None, *, is_page: bool | None = None) -> Pending:
@@ -160,6 +164,10 @@ def _is_whole_end(parts: Sequence[Pending], thread: Thread) -> bool:
     ended = {part.where for part in parts if part.is_end}
     still = {(t.alert.incident.run, t.alert.incident.id) for t in thread.members if not t.is_over}
     return len(ended) == len(parts) and still <= ended
+
+
+def _without_numbers(title: str) -> str:
+    return re.sub(r"[0-9]+(?:\.[0-9]+)?", "#", title)
 
 
 def _level(severity: Severity) -> int:

@@ -6,7 +6,9 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
+from sentinel.rank_identity import RankIdentity
 from sentinel.report.alert import Alert
+from sentinel.report.alert_context import AlertContext
 from sentinel.report.pipeline import Telling
 from sentinel.report.stages.correlate import CorrelateConfig, traits
 
@@ -180,15 +182,35 @@ def test_a_restart_between_page_and_update_pages_nobody_again():
         ({"module": "", "root_name": "blocks.3 (activation) rank 0"}, True),
         ({"module": "", "root_name": "loss (scalar)"}, False),
         ({"module": ""}, False),
+        ({"module": "", "host": "node7"}, True),
+        ({"module": "", "host": "node8"}, False),
     ],
 )
 def test_what_is_alike(fields, is_alike):
-    def alert(**changes):
+    def alert(host="node7", **changes):
         incident = an_incident(**(FAULT | changes))
-        return Alert(key="k", sink="fake", change="opened", incident=incident)
+        context = AlertContext(ranks=(RankIdentity(rank=0, host=host),))
+        return Alert(key="k", sink="fake", change="opened", incident=incident, context=context)
 
-    shared = set(traits(alert(run="a"))) & set(traits(alert(run="b", **fields)))
+    shared = set(traits(alert(run="a"))) & set(traits(alert(**({"run": "b", "host": "node9"} | fields))))
     assert bool(shared) is is_alike
+
+
+@pytest.mark.parametrize(
+    ("title", "file_system", "is_alike"),
+    [
+        ("rank 7 was killed: SIGKILL, step 90", "fe01", True),
+        ("rank 7 was killed: SIGKILL, step 90", "fe02", False),
+        ("rank 3 raised OSError, step 12", "fe01", False),
+    ],
+)
+def test_runs_that_end_in_the_same_words_on_one_file_system_are_alike(title, file_system, is_alike):
+    def alert(title, file_system):
+        incident = an_incident(detectors=("RunEnded",), nature="liveness", title=title)
+        return Alert(key="k", sink="s", change="opened", incident=incident, context=AlertContext(file_system=file_system))
+
+    first = traits(alert("rank 3 was killed: SIGKILL, step 12", "fe01"))
+    assert bool(set(first) & set(traits(alert(title, file_system)))) is is_alike
 
 
 @pytest.mark.parametrize(("field", "value"), [("window_s", -1.0), ("window_s", float("nan")), ("interval_s", 0.0)])

@@ -48,6 +48,8 @@ class MoodySink(FakeSink):
         super().__init__(digest_after=5)
         self._rng = rng
         self.is_healthy = False
+        self.lost = set()
+        """Keys of what it took without an answer."""
 
     def deliver(self, alerts, now):
         mood = 1.0 if self.is_healthy else self._rng.random()
@@ -56,7 +58,10 @@ class MoodySink(FakeSink):
         if mood < 0.15:
             return LOST  # It hung before it took anything.
         self.received.append((now, list(alerts)))
-        return LOST if mood < 0.2 else SENT
+        if mood < 0.2:
+            self.lost |= {alert.key for alert in alerts}
+            return LOST
+        return SENT
 
 
 class Fleet:
@@ -161,6 +166,8 @@ def test_whatever_happens_nothing_is_lost_and_nothing_false_is_told(seed, tmp_pa
         key for key, number in Counter(alert.key for alert in alerts).items() if number > 1
     }
 
+    assert fleet.sink.lost <= {alert.key for alert in alerts if alert.repeated}, "a repeat has the key of the first"
+
     received = {"sent", "repeated", "digested", "correlated"}
     told, outcomes = set(), {}
     for row in rows:
@@ -175,6 +182,8 @@ def test_whatever_happens_nothing_is_lost_and_nothing_false_is_told(seed, tmp_pa
             assert is_told, f"{name} was critical"
         if not is_told:
             assert outcomes[name] <= {"brief", "silenced", "superseded"}, name
+        if not told & {name} and last.severity is Severity.WARNING:
+            assert not outcomes[name] & received, f"nobody was told of {name}, and nobody is told its end"
         if name in told:
             [end] = [row for row in rows if row.key == f"fake:{last.run}:{name}:{last.revision}"]
             assert end.outcome in received, f"the end of {name} reaches whoever was told of it"
