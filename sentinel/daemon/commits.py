@@ -56,9 +56,13 @@ class StepCommits:
 
     def tell_repaired(self, now: float) -> None:
         """Put what is to be sent of the revisions that a repair made into the outbox. now: seconds since the epoch."""
-        alerts = self._alerts.untold(now)
-        if alerts:
-            self._journal.commit(Commit(judged=self._journal.judged, outbox=_outgoing(alerts)))
+        made = self._alerts.untold(now)
+        if made:
+            outbox = [
+                Outgoing(key=alert.key, topic=alert.topic, body=alert.body, tries=int(is_maybe_told))
+                for alert, is_maybe_told in made
+            ]
+            self._journal.commit(Commit(judged=self._journal.judged, outbox=outbox))
             self._alerts.have_told()
             self._has_alerts = True
 

@@ -40,6 +40,8 @@ class Untold(msgspec.Struct, frozen=True, kw_only=True):
     before: Incident | None
     """The revision that people were notified of before; None: there is none."""
     now: Incident
+    is_maybe_told: bool = False
+    """What was sent of it before cannot be read any more: it is sent as a repeat."""
 
 
 _UNTOLD = msgspec.json.Decoder(list[Untold])
@@ -114,10 +116,17 @@ class IncidentAlerts:
         revisions = map(_INCIDENT.decode, self._journal.found.incident_revisions(incident))
         return min((one.time for one in revisions if one.paged), default=time.time())
 
-    def untold(self, now: float) -> list[Alert]:
-        """Return what is to be sent of the revisions that a repair made. now: seconds since the epoch."""
+    def untold(self, now: float) -> list[tuple[Alert, bool]]:
+        """Return what is to be sent of the revisions that a repair made, and whether it may have been sent before.
+
+        now: seconds since the epoch.
+        """
         made = _UNTOLD.decode(self._journal.values.get(UNTOLD_FACT) or "[]")
-        return [alert for one in made for alert in alerts_for(one.before, one.now, self.routes, now, self._context_of)]
+        return [
+            (alert, one.is_maybe_told)
+            for one in made
+            for alert in alerts_for(one.before, one.now, self.routes, now, self._context_of)
+        ]
 
     def have_told(self) -> None:
         """Forget the revisions that a repair made: what is to be sent of them is in the outbox."""

@@ -252,6 +252,8 @@ class _Rebuilding:
         """Decide which revisions go on from what the files have; return those that people are to be notified of."""
         written = files.newest_revisions()
         untold: list[Untold] = []
+        # A daemon may have been killed between the commit that told of a revision and its line in the file.
+        is_maybe_told = "outbox" in self.found.unread
         new: list[tuple[int, FoundIncident]] = []
         differing = dict(written)
         for one, revisions in self._revisions.items():
@@ -268,7 +270,7 @@ class _Rebuilding:
             for seq, line, incident in revisions:
                 if former is None or incident.revision > former.revision:
                     new.append((seq, line))
-                    untold.append(Untold(before=former, now=incident))
+                    untold.append(Untold(before=former, now=incident, is_maybe_told=is_maybe_told))
                     former = incident
         wanted = {
             cause for one in differing.values() if one.state == "open" for cause in (one.root or "", *one.first_causes)
@@ -277,7 +279,7 @@ class _Rebuilding:
         for incident in stages.judge.reconcile(differing, roots, self.result.last_step + 1):
             line = FoundIncident(id=incident.id, revision=incident.revision, body=json_line(incident))
             new.append((commit.judged, line))
-            untold.append(Untold(before=written.get(incident.id), now=incident))
+            untold.append(Untold(before=written.get(incident.id), now=incident, is_maybe_told=is_maybe_told))
         commit.incidents = sorted(new, key=lambda one: one[0])
         commit.anomalies.sort(key=lambda one: one[0])
         return untold
@@ -287,7 +289,7 @@ class _Rebuilding:
         result.num_new_anomalies, result.num_new_revisions = len(commit.anomalies), len(commit.incidents)
         result.num_left_out = len(self._left_out)
         result.num_open = len(stages.judge.open_incidents)
-        result.num_waiting, result.num_audit = len(self.found.waiting), len(self.found.audit)
+        result.num_waiting, result.num_audit = self.found.num_waiting, len(self.found.audit)
         if "outbox" in unread:
             result.lost.append(
                 "which messages waited to be sent: open incidents are sent again to sinks that keep them, all others count "

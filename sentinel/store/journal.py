@@ -167,8 +167,8 @@ class Journal:
                 [(seq, one.id, one.revision, one.body) for seq, one in commit.incidents],
             )
             self._file.db.executemany(
-                "INSERT OR IGNORE INTO outbox(key, topic, body) VALUES(?, ?, ?)",
-                [(one.key, one.topic, one.body) for one in commit.outbox],
+                "INSERT OR IGNORE INTO outbox(key, topic, body, tries) VALUES(?, ?, ?, ?)",
+                [(one.key, one.topic, one.body, one.tries) for one in commit.outbox],
             )
             if commit.snapshot is not None:
                 self._file.db.execute("INSERT OR REPLACE INTO snapshots VALUES(?, ?)", (commit.judged, commit.snapshot))

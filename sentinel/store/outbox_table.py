@@ -27,6 +27,8 @@ class Outgoing:
     topic: str
     """Which worker takes it: `alert` or `escalation`."""
     body: bytes
+    tries: int = 0
+    """Deliveries that may have begun before it was queued: above 0, it is sent as a repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)

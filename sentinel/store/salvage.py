@@ -22,8 +22,8 @@ _OF_FILES = "'fact:incidents_written', 'fact:told'"
 class Salvage:
     """Rows of a journal, in the order in which they were read."""
 
-    waiting: list[tuple[Any, ...]] = field(default_factory=list)
-    """(key, topic, body, tries, due) of what has no outcome."""
+    outbox: list[tuple[Any, ...]] = field(default_factory=list)
+    """(key, topic, body, tries, due, outcome); what was sent too, so that no key is queued twice."""
     audit: list[tuple[Any, ...]] = field(default_factory=list)
     """(time, actor, action, body)"""
     packs: list[tuple[Any, ...]] = field(default_factory=list)
@@ -36,10 +36,15 @@ class Salvage:
     """Names of the tables that could not be read to their end."""
 
     @property
+    def num_waiting(self) -> int:
+        """Messages that have no outcome."""
+        return sum(not row[-1] for row in self.outbox)
+
+    @property
     def inserts(self) -> list[tuple[str, list[tuple[Any, ...]]]]:
         """The statements that write all of it into a new journal, each with its rows."""
         return [
-            ("INSERT OR IGNORE INTO outbox(key, topic, body, tries, due) VALUES(?, ?, ?, ?, ?)", self.waiting),
+            ("INSERT OR IGNORE INTO outbox(key, topic, body, tries, due, outcome) VALUES(?, ?, ?, ?, ?, ?)", self.outbox),
             ("INSERT INTO audit(time, actor, action, body) VALUES(?, ?, ?, ?)", self.audit),
             ("INSERT OR IGNORE INTO packs VALUES(?, ?)", self.packs),
             ("INSERT OR REPLACE INTO meta VALUES(?, ?)", self.facts),
@@ -73,7 +78,7 @@ def salvaged(path: Path) -> Salvage:
     """Return what can be read of a journal, whatever its state; nothing of it is interpreted."""
     found = Salvage()
     queries = {
-        "outbox": ("SELECT key, topic, body, tries, due FROM outbox WHERE outcome = '' ORDER BY position", found.waiting),
+        "outbox": ("SELECT key, topic, body, tries, due, outcome FROM outbox ORDER BY position", found.outbox),
         "audit": ("SELECT time, actor, action, body FROM audit ORDER BY position", found.audit),
         "packs": ("SELECT hash, body FROM packs", found.packs),
         "meta": (f"SELECT key, value FROM meta WHERE key LIKE 'fact:%' AND key NOT IN ({_OF_FILES})", found.facts),
