@@ -99,9 +99,11 @@ COMPILERS: dict[str, Any] = {
 }
 
 
-# A graph of the whole holds no reentrant checkpoint. Compiled whole are two models, and the others in long forms.
+SHORT = {"eager": MODELS.keys(), "whole": {"gpt", "resnet"}, "blocks": MODELS.keys() - {"shared", "mapping"}}
+"""Models of the short form. Blocks are the same in "shared" and "mapping", and compiled as those of "gpt"."""
+# A graph of the whole holds no reentrant checkpoint.
 CASES = [
-    pytest.param(how, compiler, marks=pytest.mark.long if compiler == "whole" and how not in ("gpt", "resnet") else ())
+    pytest.param(how, compiler, marks=() if how in SHORT[compiler] else pytest.mark.long)
     for how in MODELS
     for compiler in COMPILERS
     if (how, compiler) != ("checkpointed reentrant", "whole")

@@ -53,7 +53,14 @@ def placements(folder: Path, rank: int = 0) -> dict[tuple[str, str], str]:
     return {(tensor.name, tensor.kind): tensor.placements.get("tp", "") for tensor in descriptor.tensors}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one process"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name.startswith("data x") else ())
+        for name in LAYOUTS
+        if name != "one process"
+    ],
+)
 def test_activations_mean_what_they_mean_on_one_process(name: str, trained: Trained) -> None:
     (folder, _), (alone, _) = trained(name), trained("one process")
 
