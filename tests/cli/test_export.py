@@ -26,19 +26,10 @@ from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan
 
 from ..support.closed_steps import closed_steps
+from ..support.exported import exported_rows, strict_json
 from ..support.serving import catch_up, judge_run, served, small_run
 
 deep_run = functools.partial(small_run, tp=2, layers=12)
-
-
-def rows(capsys: pytest.CaptureFixture[str], run_dir: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert run_cli(["export", str(run_dir), "--json", *arguments]) == code
-    return [json.loads(line, parse_constant=refused) for line in capsys.readouterr().out.splitlines()]
-
-
-def refused(word: str) -> float:
-    raise AssertionError(f"not strict JSON: {word}")
 
 
 def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
@@ -48,7 +39,7 @@ def test_a_group_is_the_root_of_the_sum_of_squares_of_its_tensors(
     views = closed_steps(tmp_path / "run")
     assert len(views) == 3
 
-    found = rows(
+    found = exported_rows(
         capsys, tmp_path / "run", "--kind", "wgrad", "--statistic", "norm", "--aggregate", "global_grad_norm=*",
         "--aggregate", "layers.1.*", "--aggregate", "layer{}=layers.{}.*",
     )  # fmt: skip
@@ -68,7 +59,7 @@ def test_without_a_group_each_tensor_is_a_series(tmp_path: Path, capsys: pytest.
     deep_run(tmp_path / "run").write(2)
     (_, view) = closed_steps(tmp_path / "run")
 
-    found = rows(capsys, tmp_path / "run", "--name", "layers.1.*", "--steps", "1", "--kind", "wgrad,param")
+    found = exported_rows(capsys, tmp_path / "run", "--name", "layers.1.*", "--steps", "1", "--kind", "wgrad,param")
 
     wanted = [one for one in view.tensors if one.kind in ("wgrad", "param") and one.name.startswith("layers.1.")]
     assert [(one["name"], one["kind"]) for one in found] == [(one.name, one.kind) for one in wanted]
@@ -80,7 +71,7 @@ def test_without_a_group_each_tensor_is_a_series(tmp_path: Path, capsys: pytest.
 
 def test_csv_and_json_lines_say_the_same_with_all_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep_run(tmp_path / "run").write(2)
-    as_json = rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
+    as_json = exported_rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
 
     assert run_cli(["export", str(tmp_path / "run"), "--aggregate", "layers.{}.*"]) == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
@@ -107,14 +98,14 @@ def test_what_is_undefined_is_null_and_strict() -> None:
 
     assert TableText("csv", "abcde").row(values) == ',inf,-inf,true,"a ""quoted"", name"\n'
     line = TableText("jsonl", "abcde").row(values)
-    assert json.loads(line, parse_constant=refused) == {"a": None, "b": None, "c": None, "d": True, "e": values[-1]}
+    assert strict_json(line) == {"a": None, "b": None, "c": None, "d": True, "e": values[-1]}
 
 
 def test_a_nan_is_counted_and_poisons_no_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = deep_run(tmp_path / "run", kinds=("param", "wgrad", "activation", "dgrad"))
     run.plant(Nan(step=1, module="layers.2")).write(3)
 
-    found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation", "--statistic", "nans,norm")
+    found = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation", "--statistic", "nans,norm")
 
     assert [one["nans"] > 0 for one in found] == [False, True, False]
     assert all(one["norm"] is not None and one["norm"] > 0 for one in found)
@@ -166,8 +157,8 @@ def test_the_newest_attempt_of_a_step_wins(tmp_path: Path, capsys: pytest.Captur
     run.restart(3, attempt=1)
     run.write(5)
 
-    newest = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad")
-    first = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--attempt", "0")
+    newest = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad")
+    first = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--attempt", "0")
 
     assert [(one["attempt"], one["step"]) for one in newest] == [*((0, s) for s in range(3)), *((1, s) for s in range(3, 8))]
     assert [(one["attempt"], one["step"]) for one in first] == [(0, step) for step in range(6)]
@@ -177,16 +168,16 @@ def test_steps_are_included_at_both_ends(tmp_path: Path, capsys: pytest.CaptureF
     deep_run(tmp_path / "run", layers=2).write(6)
 
     for text, expected in {"2:4": [2, 3, 4], "4:": [4, 5], ":1": [0, 1], "3": [3]}.items():
-        found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--steps", text)
+        found = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "wgrad", "--steps", text)
         assert [one["step"] for one in found] == expected
-    assert rows(capsys, tmp_path / "run", "--steps", "9:", code=1) == []
+    assert exported_rows(capsys, tmp_path / "run", "--steps", "9:", code=1) == []
 
 
 def test_scalars_are_series_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep_run(tmp_path / "run", layers=2).write(2)
     views = closed_steps(tmp_path / "run")
 
-    found = rows(capsys, tmp_path / "run", "--kind", "scalar", "--name", "lo*")
+    found = exported_rows(capsys, tmp_path / "run", "--kind", "scalar", "--name", "lo*")
 
     assert [(one["step"], one["name"], one["value"]) for one in found] == [
         (view.step, "loss", view.scalars["loss"].mean) for view in views
@@ -224,12 +215,12 @@ def test_beside_a_daemon_the_steps_are_the_daemons(tmp_path: Path, capsys: pytes
     journal.close()
     assert decided == 4, "two steps behind the newest is late"
 
-    beside = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
+    beside = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
     err = run_cli(["export", str(tmp_path / "run"), "--aggregate", "*"])
     said = capsys.readouterr().err
     catch_up(daemon)
     daemon.close()
-    after = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
+    after = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "activation")
     leisure = {"late_after_steps": 0, "late_after_s": 0.0}
     afresh = {view.step: view for view in closed_steps(tmp_path / "run", **leisure)}
 
@@ -248,18 +239,18 @@ def test_weights_are_whole_where_a_replica_speaks(tmp_path: Path, capsys: pytest
     run = deep_run(tmp_path / "run", layers=2, pp=1, tp=1)
     run.write(3, skip=[1])
 
-    found = rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "param,activation")
+    found = exported_rows(capsys, tmp_path / "run", "--aggregate", "*", "--kind", "param,activation")
 
     assert {(one["kind"], one["is_whole"]) for one in found} == {("param", True), ("activation", False)}
 
 
 def test_a_run_that_nobody_judged_is_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep_run(tmp_path / "run").write(4)
-    before = rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
+    before = exported_rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*")
 
     judge_run(tmp_path / "run")
 
-    assert rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*") == before
+    assert exported_rows(capsys, tmp_path / "run", "--aggregate", "layers.{}.*") == before
     assert not (tmp_path / "run" / "anomaly_analyse.json").exists()
 
 
@@ -271,7 +262,7 @@ def test_statistics_are_those_of_the_merged_rows(tmp_path: Path, capsys: pytest.
     for at in members:
         merged = merged.merge(Moments(view.stats[at : at + 1]))
 
-    (found,) = rows(capsys, tmp_path / "run", "--aggregate", "layers.7.*", "--kind", "activation")
+    (found,) = exported_rows(capsys, tmp_path / "run", "--aggregate", "layers.7.*", "--kind", "activation")
 
     assert found["num_elements"] == merged.num_elements()[0]
     for statistic in STATISTICS:
@@ -287,7 +278,7 @@ def stats_lines(directory: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted((directory / "training_stats").glob("*/rank*.jsonl")):
         for line in path.read_text().splitlines():
-            one = json.loads(line, parse_constant=refused)
+            one = strict_json(line)
             assert list(one) == ["iter", "consumed_train_samples", "stat", "values"] and one["stat"] == path.parent.name
             found.setdefault(path.parent.name, []).append(one)
     return found

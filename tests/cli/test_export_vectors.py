@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,6 +14,7 @@ from sentinel.messages import Vector, Vectors
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
 
+from ..support.exported import exported_rows
 from ..support.serving import small_run
 
 staged_run = functools.partial(small_run, dp=1)
@@ -41,16 +40,10 @@ def write(run: SyntheticRun, num_steps: int, scale: float = 1.0) -> None:
         run.write(1)
 
 
-def rows(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert run_cli(["export", str(run), "--vectors", *arguments]) == code
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
 def test_a_vector_has_its_canonical_name_and_all_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(staged_run(tmp_path / "run"), 2)
 
-    found = rows(capsys, tmp_path / "run")
+    found = exported_rows(capsys, tmp_path / "run", "--vectors")
 
     assert [(one["step"], one["rank"], one["kind"], one["name"]) for one in found[:4]] == [
         (0, 0, "activation", "layers.0"), (0, 0, "wgrad", "layers.0.mlp.weight"),
@@ -64,7 +57,7 @@ def test_a_vector_has_its_canonical_name_and_all_values(tmp_path: Path, capsys: 
 
 def test_parquet_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(staged_run(tmp_path / "run"), 300)
-    expected = rows(capsys, tmp_path / "run")
+    expected = exported_rows(capsys, tmp_path / "run", "--vectors")
 
     assert run_cli(["export", str(tmp_path / "run"), "--vectors", "-o", str(tmp_path / "v.parquet")]) == 0
 
@@ -81,14 +74,14 @@ def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.
     run.restart(2, attempt=1)
     write(run, 3, scale=2.0)
 
-    found = rows(capsys, tmp_path / "run", "--kind", "activation", "--name", "layers.*")
+    found = exported_rows(capsys, tmp_path / "run", "--vectors", "--kind", "activation", "--name", "layers.*")
 
     assert [(one["step"], one["attempt"], one["values"][0]) for one in found] == [
         (0, 0, 0.5), (1, 0, 0.5), (2, 1, 1.0), (3, 1, 1.0), (4, 1, 1.0),
     ]  # fmt: skip
-    assert {one["step"] for one in rows(capsys, tmp_path / "run", "--steps", "1:2")} == {1, 2}
-    assert {one["step"] for one in rows(capsys, tmp_path / "run", "--attempt", "0")} == {0, 1, 2, 3}
-    assert rows(capsys, tmp_path / "run", "--kind", "param", code=1) == []
+    assert {one["step"] for one in exported_rows(capsys, tmp_path / "run", "--vectors", "--steps", "1:2")} == {1, 2}
+    assert {one["step"] for one in exported_rows(capsys, tmp_path / "run", "--vectors", "--attempt", "0")} == {0, 1, 2, 3}
+    assert exported_rows(capsys, tmp_path / "run", "--vectors", "--kind", "param", code=1) == []
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_they_are_chosen_and_resumed_runs_joined(tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], what: str) -> None:
     write(staged_run(tmp_path / "run"), 1)
 
-    assert rows(capsys, tmp_path / "run", *arguments, code=2) == []
+    assert exported_rows(capsys, tmp_path / "run", "--vectors", *arguments, code=2) == []
     run_cli(["export", str(tmp_path / "run"), "--vectors", *arguments])
     assert what in capsys.readouterr().err
 

@@ -19,6 +19,8 @@ from sentinel.csv_text import guarded, unguarded
 from sentinel.exports.msprobe_reading import Observation, stats_of
 from sentinel.moments import Moments
 
+from ..support.exported import exported_rows
+
 HEAD = "vpp_stage,name,step,min,max,mean,norm,nans,zeros,shape,dtype"
 MICRO = "vpp_stage,name,step,micro_step,min,max,mean,norm,nans,zeros,shape,dtype"
 FOLDER = "Nov21_13-56-02-rank{}-d3a1c196"
@@ -38,12 +40,6 @@ def write(folder: Path, name: str, *lines: str, header: str = HEAD) -> None:
     (folder / name).write_text("\n".join([header, *lines]) + "\n")
 
 
-def rows(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert run_cli(["export", str(run), "--json", *arguments]) == 0
-    return [json.loads(one) for one in capsys.readouterr().out.splitlines()]
-
-
 def test_a_tensor_has_the_statistics_that_its_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = np.random.default_rng(0).standard_normal((4, 8)) + 3
     x[0, :2] = 0
@@ -51,7 +47,7 @@ def test_a_tensor_has_the_statistics_that_its_line_says(tmp_path: Path, capsys: 
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    (found,) = rows(capsys, tmp_path / "run")
+    (found,) = exported_rows(capsys, tmp_path / "run")
     assert (found["kind"], found["name"], found["step"], found["num_elements"]) == ("wgrad", "emb.weight", 0, 32)
     expected = Moments.of(x)
     for statistic in ("mean", "std", "var", "norm", "rms", "min", "max", "absmax", "nans", "infs", "zeros"):
@@ -128,7 +124,7 @@ def test_a_norm_alone_merges_over_micro_steps(tmp_path: Path, capsys: pytest.Cap
 
     assert run_cli(["import", "msprobe", str(folder), "-o", str(tmp_path / "run")]) == 0
 
-    (found,) = rows(capsys, tmp_path / "run")
+    (found,) = exported_rows(capsys, tmp_path / "run")
     assert found["norm"] == pytest.approx(5.0) and found["mean"] is None and found["std"] is None
 
 
@@ -142,7 +138,7 @@ def test_names_are_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    assert {(one["kind"], one["name"]) for one in rows(capsys, tmp_path / "run")} == {
+    assert {(one["kind"], one["name"]) for one in exported_rows(capsys, tmp_path / "run")} == {
         ("activation_in", "model"), ("activation_in", "layers.0.attn"), ("activation_in", "layers.0.attn:1"),
         ("activation", "layers.0.attn:1"), ("activation", "layers.0.output"),
         ("dgrad_in", "fc"), ("dgrad", "fc"), ("param", "fc.weight"),
@@ -160,7 +156,7 @@ def test_state_is_of_the_step_that_wrote_it(tmp_path: Path, capsys: pytest.Captu
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
     reported = capsys.readouterr().err
-    found = {(one["kind"], one["step"]): one["mean"] for one in rows(capsys, tmp_path / "run")}
+    found = {(one["kind"], one["step"]): one["mean"] for one in exported_rows(capsys, tmp_path / "run")}
     assert found == {("param", 0): 0.0, ("param", 1): 1.0, ("param", 2): 2.0, ("exp_avg", 0): 10.0}
     assert "1 lines are of the optimizer's state before step 0 and are left out" in reported
 
@@ -173,7 +169,7 @@ def test_defect_6_none_is_not_a_nan(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
     assert "1 lines are of what is no tensor (None)" in capsys.readouterr().err
-    (found,) = rows(capsys, tmp_path / "run")
+    (found,) = exported_rows(capsys, tmp_path / "run")
     assert (found["name"], found["nans"], found["num_elements"]) == ("attn", 1.0, 2), "a real NaN is one"
 
 
@@ -186,7 +182,7 @@ def test_defect_14_lines_of_collectives_do_not_fit_their_header(tmp_path: Path, 
 
     reported = capsys.readouterr().err
     assert "1 lines of collectives do not fit their header" in reported and "other_0-0.csv:2" in reported
-    (found,) = rows(capsys, tmp_path / "run")
+    (found,) = exported_rows(capsys, tmp_path / "run")
     assert (found["kind"], found["mean"]) == ("grad_momentum_alignment", 0.5)
 
 
@@ -287,7 +283,7 @@ def test_names_like_formulas_go_both_ways(tmp_path: Path, capsys: pytest.Capture
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    assert sorted(one["name"] for one in rows(capsys, tmp_path / "run")) == sorted(names)
+    assert sorted(one["name"] for one in exported_rows(capsys, tmp_path / "run")) == sorted(names)
     assert run_cli(["export", str(tmp_path / "run")]) == 0
     reported = [one["name"] for one in csv.DictReader(capsys.readouterr().out.splitlines())]
     assert not any(name.startswith(("=", "+", "-", "@")) for name in reported) and sorted(
@@ -361,8 +357,8 @@ def test_ranks_that_nobody_placed_keep_their_own_series(tmp_path: Path, capsys: 
     sizes = ["--pp", "2", "--dp", "2"]
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "merged"), *sizes]) == 0
 
-    apart = rows(capsys, tmp_path / "apart", "--kind", "wgrad")
-    merged = rows(capsys, tmp_path / "merged")
+    apart = exported_rows(capsys, tmp_path / "apart", "--kind", "wgrad")
+    merged = exported_rows(capsys, tmp_path / "merged")
     assert [(one["place"], one["mean"]) for one in apart] == [("dp=0", 0), ("dp=1", 0), ("dp=2", 1), ("dp=3", 1)]
     assert [(one["kind"], one["name"], one["num_elements"], one["mean"]) for one in merged] == [
         ("activation", "layers.0.fc", 4, 0.75), ("wgrad", "layers.0.fc.weight", 3, 0.0),
@@ -378,7 +374,7 @@ def test_virtual_stages_are_chunks(tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    assert [(one["name"], one["mean"]) for one in rows(capsys, tmp_path / "run")] == [
+    assert [(one["name"], one["mean"]) for one in exported_rows(capsys, tmp_path / "run")] == [
         ("layers.0.weight", 0.0), ("layers.1.weight", 1.0),
     ]  # fmt: skip
 
@@ -390,7 +386,7 @@ def test_a_second_folder_of_a_rank_is_the_next_attempt(tmp_path: Path, capsys: p
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    found = rows(capsys, tmp_path / "run")
+    found = exported_rows(capsys, tmp_path / "run")
     assert [(one["attempt"], one["step"], one["max"]) for one in found] == [(0, 0, 1), (0, 1, 1), (1, 2, 2), (1, 3, 2)]
 
 
@@ -404,7 +400,7 @@ def test_a_run_that_went_on_in_its_folder_is_joined(tmp_path: Path, capsys: pyte
     assert "is read with --resumed" in capsys.readouterr().err
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run"), "--resumed"]) == 0
 
-    found = sorted((one["step"], one["max"]) for one in rows(capsys, tmp_path / "run"))
+    found = sorted((one["step"], one["max"]) for one in exported_rows(capsys, tmp_path / "run"))
     assert found == [(0, 1), (1, 2), (2, 2), (3, 2)]
 
 
@@ -450,7 +446,7 @@ def test_features_go_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     assert run_cli(["import", "msprobe", str(tmp_path / "out"), "-o", str(tmp_path / "run")]) == 0
 
-    found = {(one["kind"], one["name"]): one["mean"] for one in rows(capsys, tmp_path / "run")}
+    found = {(one["kind"], one["name"]): one["mean"] for one in exported_rows(capsys, tmp_path / "run")}
     assert found == {
         ("weight_spectrum", "layers.0.fc.weight:stable_rank"): 9.0,
         ("weight_spectrum", "layers.0.fc.weight:spectral_norm"): 1.5,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import sentinel
 from sentinel import native
@@ -21,7 +20,7 @@ from sentinel.collect.hooks import gradient_taps, module_hooks, root_hooks
 from sentinel.collect.hooks.gradient_taps import hang
 from sentinel.errors import ConfigError
 
-from ..support.nets import Block, TinyModel, loss_of, tokens
+from ..support.nets import Block, Recomputing, TinyModel, loss_of, tokens
 from ..support.spools import ALL_KINDS, Said, norm
 from ..support.training import train_steps
 
@@ -308,23 +307,11 @@ def test_folded_row_names_the_first_bad_micro_step(run: Path) -> None:
     assert said.of(0, "activation", "blocks.1")[0]["bad_micro_step"] == 1
 
 
-class Recomputing(TinyModel):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(3)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.emb(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recompute_counted_once(run: Path, reentrant: bool) -> None:
     torch.manual_seed(3)
     plain = TinyModel(3)
-    model = Recomputing(reentrant)
+    model = Recomputing(reentrant, 3)
     model.load_state_dict(plain.state_dict())
     config = {"kinds": ALL_KINDS, "per_micro_step": True}
     for one, name in ((plain, "plain"), (model, "recomputing")):

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
-from torch.utils.checkpoint import checkpoint
 
 import sentinel
 from sentinel.collect.hooks import module_tap, nesting, root_hooks
@@ -28,7 +27,7 @@ from sentinel.collect.hooks.seen_tensors import SeenTensors
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.step import Boundary
 
-from ..support.nets import TinyModel, loss_of, tokens
+from ..support.nets import Recomputing, TinyModel, loss_of, tokens
 from ..support.spools import ALL_KINDS, Said, norm
 
 Scenario = Callable[[Path], Any]
@@ -41,20 +40,6 @@ def watched(model: nn.Module, *optimizers: torch.optim.Optimizer, per_micro_step
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), 0.1)
-
-
-class Recomputing(TinyModel):
-    """Every block is checkpointed, the second one within the first's region when nested."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.emb(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(self.norm(x))
 
 
 def recompute(run: Path, use_reentrant: bool) -> Any:

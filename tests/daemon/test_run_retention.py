@@ -23,16 +23,11 @@ from sentinel.testing import Nan, SyntheticRun
 from ..support.results import result_bytes
 from ..support.serving import NOW, catch_up, judge_run, served, small_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("snapshots_may_take_all_the_time")]
 
 TWO_DAYS = DaemonConfig(
     judging=JudgingConfig(snapshot_interval_s=0.0), retention=RetentionConfig(age_days=2.0, incidents_bytes=2**16)
 )
-
-
-@pytest.fixture(autouse=True)
-def snapshots_may_take_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
 
 
 def a_run(directory: Path) -> SyntheticRun:

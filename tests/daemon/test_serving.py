@@ -39,19 +39,13 @@ from sentinel.wire.spool import read_ack
 from ..support.results import decisions, result_bytes
 from ..support.serving import NOW, catch_up, judge_run, loaded_packs, served, small_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("snapshots_may_take_all_the_time")]
 
 EVERY_STEP = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0))
 
 
 def planted_run(directory: Path, **options: Any) -> SyntheticRun:
     return small_run(directory, **options).plant(Nan(step=12, module="layers.2"), LossJump(step=40))
-
-
-@pytest.fixture(autouse=True)
-def snapshots_may_take_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine takes long over a snapshot; the daemon would then wait before the next, and these tests are short."""
-    monkeypatch.setattr("sentinel.daemon.snapshots.SNAPSHOT_SHARE", float("inf"))
 
 
 def queued(run_dir: Path) -> list[tuple[str, str]]:

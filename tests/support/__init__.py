@@ -5,9 +5,10 @@
 | make an anomaly or an incident | `anomalies`: `a_nan`, `an_excursion`, `an_incident`, each with the fields that differ |
 | write a run that nobody trained, and judge it | `serving`: `small_run`, `served`, `catch_up`, `judge_run` |
 | read back what a judge wrote | `results`: `anomalies`, `revisions`, `incidents`, `decisions`, `result_bytes` |
+| read back what `sentinel export` prints | `exported`: `exported_rows`, `strict_json` |
 | get the steps of a run as a daemon closes them | `closed_steps`: `closed_steps`, `statistics`, `FollowedRun` |
 | drive a detector over series | `series`: `scores_of`, `first_anomalous`, `autoregressive` |
-| build a model of milliseconds, with its data | `nets`: `TinyModel`, `tokens`, `loss_of`, `weights_of` |
+| build a model of milliseconds, with its data | `nets`: `TinyModel`, `Recomputing`, `tokens`, `loss_of`, `weights_of` |
 | train it for some steps | `training`: `train_steps` |
 | read back what ranks wrote into their spools | `spools`: `Said` by name, `SaidSoFar` while one writes, `decoded` frames |
 | compare a row with its tensor | `truth`: `assert_row_of`; `spools`: `norm`; `nets`: `outputs` of modules |

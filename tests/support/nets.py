@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -33,6 +34,20 @@ class TinyModel(nn.Module):
         x = self.emb(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(self.norm(x))
+
+
+class Recomputing(TinyModel):
+    """Every block is checkpointed."""
+
+    def __init__(self, use_reentrant: bool, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return self.head(self.norm(x))
 
 
