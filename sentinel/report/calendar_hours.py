@@ -64,7 +64,7 @@ def _time(hour: str, minute: str, path: str) -> int:
 
 def _days(text: str, path: str) -> frozenset[int]:
     found: set[int] = set()
-    for part in filter(None, (one.strip() for one in re.split(r"[,\s]+", text))):
+    for part in filter(None, (one.strip() for one in re.split(r"[,\s]+", re.sub(r"\s*-\s*", "-", text)))):
         first, dash, last = (one.strip().title()[:3] for one in part.partition("-"))
         for day in (first, last) if dash else (first,):
             if day not in DAYS:
