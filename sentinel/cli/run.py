@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sqlite3
 import time
@@ -145,6 +146,7 @@ def run(
     if not quiet:
         for line in [line for one in (report, *further) for line in report_lines(one)]:
             to_stderr(line)
+        to_stderr(closing_line(report))
     if report_file:
         _write_report(Path(report_file), report | ({"further_runs": further} if further else {}))
     worst, is_clean = max(_worst(one) for one in (report, *further)), is_drained and not nothing
@@ -249,6 +251,22 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     if len(ranked) > 20:
         lines.append(f"  and {len(ranked) - 20} more: sentinel status {report['directory']}")
     return lines
+
+
+def closing_line(report: dict[str, Any]) -> str:
+    """Return the last line for people: what was watched, what was found, and what to type next."""
+    watched = [
+        _number(report[f"num_{many}"], one, many)
+        for one, many in (("step", "steps"), ("rank", "ranks"), ("tensor", "tensors"))
+        if report.get(f"num_{many}")
+    ]
+    incidents = [one for one in report["incidents"] if one["state"] != "merged"]
+    grave = sum(one["severity"] == "critical" for one in incidents)
+    found = _number(len(incidents), "incident", "incidents") + (f" ({grave} critical)" if grave else "")
+    where = shlex.quote(str(report["directory"]))
+    following = f"sentinel explain worst -d {where}" if incidents else f"sentinel status {where}"
+    what = f"watched {', '.join(watched)}" if watched else "watched nothing"
+    return f"{what}; {found}; page: sentinel serve {where}; next: {following}"
 
 
 def _write_report(path: Path, report: dict[str, Any]) -> None:

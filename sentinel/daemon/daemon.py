@@ -169,13 +169,14 @@ class Daemon:
     # The loop.
 
     def _start(self) -> None:
+        # The port first: restoring what runs were judged to takes seconds where there are many, and connections wait in it.
+        self._http = self._bind()
         self._discover(time.time())
         if self._is_single and self._problems:
             raise StoreError(next(iter(self._problems.values())))
         self._notifying.start()
         if self.api.heartbeat is not None:
             self.api.heartbeat.start()
-        self._http = self._bind()
         if self._http is not None:
             log.info("serving %s on %s", self._options.directory, self._http.url)
         self._announce()

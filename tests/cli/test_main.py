@@ -11,7 +11,7 @@ import pytest
 
 from sentinel.cli.main import VERBS, run_cli
 from sentinel.cli.places import find_run, run_name, runs_directory
-from sentinel.cli.run import make_report, report_lines
+from sentinel.cli.run import closing_line, make_report, report_lines
 from sentinel.errors import ConfigError
 from sentinel.version import VERSION
 
@@ -178,3 +178,21 @@ def test_doctor_finds_a_directory_that_others_may_write(tmp_path: Path, capsys: 
     run.chmod(0o777)
     assert run_cli(["doctor", str(tmp_path)]) == 1
     assert "chmod go-w" in capsys.readouterr().out
+
+
+def test_a_run_ends_with_what_was_watched_and_what_to_type_next() -> None:
+    watched = {"directory": "/runs/my run", "num_steps": 12, "num_ranks": 1, "num_tensors": 40}
+    incidents = [
+        {"state": "open", "severity": "critical"}, {"state": "ended", "severity": "warning"},
+        {"state": "merged", "severity": "critical"},
+    ]  # fmt: skip
+
+    assert closing_line({**watched, "incidents": []}) == (
+        "watched 12 steps, 1 rank, 40 tensors; 0 incidents; page: sentinel serve '/runs/my run'; "
+        "next: sentinel status '/runs/my run'"
+    )
+    assert closing_line({**watched, "incidents": incidents}) == (
+        "watched 12 steps, 1 rank, 40 tensors; 2 incidents (1 critical); page: sentinel serve '/runs/my run'; "
+        "next: sentinel explain worst -d '/runs/my run'"
+    )
+    assert closing_line({"directory": "/r", "incidents": []}).startswith("watched nothing; 0 incidents; ")

@@ -292,3 +292,19 @@ def test_an_order_that_no_journal_takes_is_unavailable(tmp_path: Path, monkeypat
         with pytest.raises(Unavailable, match="nothing can be written: database or disk is full"):
             one.api.control("run", "enable", {})
         is_full = False
+
+
+def test_the_port_is_taken_before_the_runs_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    bound: list[bool] = []
+    discover = Daemon._discover
+
+    def discover_late(self: Daemon, now: float) -> None:
+        bound.append(self._http is not None and self._http.port > 0)
+        discover(self, now)
+
+    monkeypatch.setattr(Daemon, "_discover", discover_late)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("run") == 2)
+
+    assert bound[0]
