@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.listening import Listening, listening_options
+from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 
@@ -40,7 +40,8 @@ from sentinel.errors import ConfigError
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--dry-run-notifications", is_flag=True, help="Decide and log what would be sent; send nothing.")
 @click.option("--owned", is_flag=True, hidden=True, help="The daemon of `sentinel run`.")
-@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
 def serve(
     directory: str | None,
     state_dir: str | None,
@@ -53,7 +54,8 @@ def serve(
     drain_s: float,
     dry_run_notifications: bool,
     owned: bool,
-    verbose: bool,
+    log_format: str,
+    log_level: str,
 ) -> int:
     """Judge DIRECTORY as it is written: one run, or a directory of runs in which new ones may appear.
 
@@ -63,11 +65,7 @@ def serve(
     from sentinel.daemon.config import placed, read_config
     from sentinel.daemon.daemon import Daemon, ServeOptions
 
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    begin_log(sys.stderr, log_format, log_level)
     os.umask(0o077)  # whatever the shell says: nobody else reads, let alone writes, what the daemon makes
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():

@@ -46,11 +46,14 @@ class ConfigInForce:
         except ConfigError as error:
             self.problem = str(error)
             self.counts = {**self.counts, "failed": self.counts["failed"] + 1}
-            log.error("config: the former one stays in force, because the new one is broken:\n%s", self.problem)
+            fields = {"event": "config.reload", "outcome": "failed", "problem": self.problem}
+            words = "config: the former one stays in force, because the new one is broken:\n%s"
+            log.error(words, self.problem, extra={"fields": fields})
             return
         self.config, self.problem, self.loaded_at = new, "", now
         self.counts = {**self.counts, "ok": self.counts["ok"] + 1}
-        log.info("config: in force (%s)", self.config_hash if new != former else "unchanged")
+        fields = {"event": "config.reload", "outcome": "ok", "config_hash": self.config_hash}
+        log.info("config: in force (%s)", self.config_hash if new != former else "unchanged", extra={"fields": fields})
 
     def _put_in_force(
         self, former: DaemonConfig, new: DaemonConfig, exchange: Callable[[DaemonConfig, DaemonConfig], None]

@@ -307,7 +307,8 @@ class Daemon:
                     self._refuse(name, _why(run_dir, error), now)
                 continue
             if who := self._held.pop(name, ""):
-                log.info("run %s: taken over from process %s", name, who)
+                fields = {"event": "run.taken_over", "run": name, "from": who}
+                log.info("run %s: taken over from process %s", name, who, extra={"fields": fields})
             self._problems.pop(name, None)
             self._runs[name] = run
             self._notifying.outboxes.join(run.journal.outbox)
@@ -320,7 +321,9 @@ class Daemon:
         """Leave a run to the daemon that serves it, until that is gone."""
         self._problems.pop(name, None)
         if self._held.get(name) != who:
-            log.info("run %s: standby of process %s, which serves it; taken over when that ends", name, who)
+            fields = {"event": "run.standby", "run": name, "of": who}
+            words = "run %s: standby of process %s, which serves it; taken over when that ends"
+            log.info(words, name, who, extra={"fields": fields})
         self._held[name] = who
 
     def _found(self) -> list[Path]:
@@ -343,7 +346,8 @@ class Daemon:
 
     def _refuse(self, name: str, problem: str, now: float) -> None:
         if self._problems.get(name) != problem:
-            log.error("run %s is not served: %s", name, problem)
+            fields = {"event": "run.refused", "run": name, "problem": problem}
+            log.error("run %s is not served: %s", name, problem, extra={"fields": fields})
         self._problems[name] = problem
         self._retry_at[name] = now + RETRY_RUN_S
 

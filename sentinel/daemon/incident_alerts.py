@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from sentinel.report.escalation import EscalationStep, due_steps
 from sentinel.report.stages.ledger import Ledger, Told, thread_of, where_of
 from sentinel.store.journal import Journal
 from sentinel.store.outbox_table import ToldIncident
+
+log = logging.getLogger("sentinel.daemon")
 
 MAX_INCIDENTS = 10_000
 """Newest incidents among which open ones are looked for after a restart; a bound on memory and on the time to start."""
@@ -82,6 +85,8 @@ class IncidentAlerts:
         also = {sink: _EVERYTHING for _, sink in self._escalated.get(incident.id, ()) if sink not in told}
         more = alerts_for(previous, incident, also.items(), now, self._context_of)
         alerts += [msgspec.structs.replace(alert, follows=True, is_page=False) for alert in more]
+        if previous is None or incident.state != "open":
+            _log_revision(incident, is_first=previous is None)
         if incident.state == "open":
             self._open[incident.id] = incident
             if incident.paged:
@@ -148,3 +153,14 @@ class IncidentAlerts:
                     told = Told(alert=alert, thread=thread_of(where), first=alert.incident.time, last=now)
                     row = ToldIncident(position=0, topic=topic(sink), incident=where[1], over=0.0, body=told.body)
                     outbox.finish_delivery([], "sent", [row])
+
+
+def _log_revision(incident: Incident, *, is_first: bool) -> None:
+    """Log that an incident opened, or how it closed."""
+    event = "opened" if is_first and incident.state == "open" else incident.state
+    fields = {
+        "event": f"incident.{event}", "run": incident.run, "incident": incident.id, "severity": incident.severity.value,
+        "title": incident.title, "step": incident.opened_step,
+    }  # fmt: skip
+    words = "run %s: incident %s %s: %s: %s"
+    log.info(words, incident.run, incident.id, event, incident.severity.value, incident.title, extra={"fields": fields})

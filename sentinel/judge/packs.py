@@ -68,14 +68,18 @@ class RulePacks:
         except RuleError as error:
             self.problem = str(error)
             self.counts = {**self.counts, "failed": self.counts["failed"] + 1}
-            log.error("rules: the former ones stay in use, because the new ones are broken:\n%s", error)
+            fields = {"event": "rules.reload", "outcome": "failed", "problem": self.problem}
+            words = "rules: the former ones stay in use, because the new ones are broken:\n%s"
+            log.error(words, error, extra={"fields": fields})
             return "failed"
         former = self._hash
         self._use(pack)
         self.problem = ""
         self.loaded_at = now
         self.counts = {**self.counts, "ok": self.counts["ok"] + 1}
-        log.info("rules: %d in use (%s)", len(pack.rules), self._hash if self._hash != former else "unchanged")
+        fields = {"event": "rules.reload", "outcome": "ok", "pack_hash": self._hash}
+        what = self._hash if self._hash != former else "unchanged"
+        log.info("rules: %d in use (%s)", len(pack.rules), what, extra={"fields": fields})
         return "ok"
 
     def _use(self, pack: Pack) -> None:

@@ -351,6 +351,7 @@ class SinkWorker:
             for one in batch:
                 begun = max([one.alert.created, *(self._let_go.get(at, 0.0) for at in one.positions)])
                 self.latency.observe(now + self._took_s - begun)
+                self._log_sent(one)
             self._last_sent = now
             self._digest.note_sent(batch, now)
             self._take_received(batch, now)
@@ -422,6 +423,15 @@ class SinkWorker:
             self.counts["retried"] += 1
             _log.warning("sink %s: open incidents could not be sent again: %s", self.sink.name, delivery.detail)
         return due
+
+    def _log_sent(self, one: Pending) -> None:
+        incident, change = one.alert.incident, one.alert.change
+        fields = {
+            "event": "alert.sent", "sink": self.sink.name, "run": incident.run, "incident": incident.id, "change": change,
+            "key": one.alert.key,
+        }  # fmt: skip
+        words = "sink %s: sent run %s: incident %s %s"
+        _log.info(words, self.sink.name, incident.run, incident.id, change, extra={"fields": fields})
 
     def _back_off(self, delivery: Delivery, now: float) -> None:
         self._num_failures_in_a_row += 1

@@ -140,3 +140,18 @@ def test_a_dry_run_decides_everything_and_sends_nothing(tmp_path: Path, caplog: 
         assert daemon.api.reload()["outcome"] == "ok"
 
     assert receiver.bodies() == []
+
+
+def test_the_log_names_incidents_deliveries_and_reloads_by_their_fields(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with Receiver().running() as receiver, reloadable(tmp_path, webhook(receiver.url)) as (daemon, _):
+        wait_for(lambda: receiver.bodies(), "the message")
+        assert daemon.api.reload()["outcome"] == "ok"
+
+    events = [fields for record in caplog.records if (fields := getattr(record, "fields", None))]
+    by_name = {fields["event"]: fields for fields in events}
+    assert {"incident.opened", "alert.sent", "config.reload", "rules.reload"} <= by_name.keys()
+    assert by_name["alert.sent"]["incident"] == by_name["incident.opened"]["incident"]
+    assert by_name["alert.sent"]["sink"] == "hook" and by_name["alert.sent"]["key"]
