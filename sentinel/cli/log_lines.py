@@ -13,7 +13,7 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("console", "json")
 
 
-class ConsoleLines(logging.Formatter):
+class ConsoleEvents(logging.Formatter):
     """`2026-11-23 18:40:01,123 INFO sentinel.daemon: what happened`; further lines only where the daemon wrote them."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class ConsoleLines(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-class JsonLines(logging.Formatter):
+class JsonEvents(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, the fields of the event, and an exception's text."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -46,5 +46,5 @@ class JsonLines(logging.Formatter):
 def begin_log(stream: TextIO, log_format: str, level: str) -> None:
     """Write everything of a level or graver to a stream, in one of `FORMATS`."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines() if log_format == "json" else ConsoleLines())
+    handler.setFormatter(JsonEvents() if log_format == "json" else ConsoleEvents())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
