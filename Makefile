@@ -31,7 +31,7 @@ test: $(STAMP)
 
 quick: $(STAMP)
 	$(SUITE) -n 2 -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect --ignore tests/native \
-		--hypothesis-profile quick $(PYTEST_FLAGS)
+		--ignore tests/deploy --hypothesis-profile quick $(PYTEST_FLAGS)
 
 # What `make test` leaves out, and properties on more examples than it draws.
 test-long: $(STAMP)

@@ -109,6 +109,7 @@ def test_an_incident_is_one_of_pagerduty_from_its_opening_to_its_end(alert, acti
     assert (event["event_action"], event["dedup_key"]) == (action, "r:i1")
 
 
+@pytest.mark.slow
 def test_standard_webhooks_are_signed_as_openssl_says():
     need("openssl")
     sink = built(WebhookConfig(url="http://h/x", secret_env="SECRET"))
