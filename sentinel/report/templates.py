@@ -19,6 +19,8 @@ MAX_TEXT = 8000
 """Most characters that one makes; a bound on messages."""
 MAX_LOOPS = 2
 """Loops in one another; a bound on time: a list has twenty items at most."""
+MAX_DEPTH = 40
+"""Expressions in one another; a bound on the time that Jinja2 takes to compile them, which grows with its third power."""
 MAX_ITEMS = 20
 
 Values = dict[str, Any]
@@ -168,11 +170,13 @@ def compiled(text: str, path: str, escape: Escape) -> Callable[[Values], str]:
     return fill
 
 
-def _check(node: Any, path: str, scope: frozenset[str] = frozenset(NAMES), num_loops: int = 0) -> None:
+def _check(node: Any, path: str, scope: frozenset[str] = frozenset(NAMES), num_loops: int = 0, depth: int = 0) -> None:
     """Refuse what a message does not need: calls, arithmetic that grows, assignments, macros, imports."""
     from jinja2 import nodes
 
     where = f"{path}: line {node.lineno} of the template"
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{where}: it nests too deep, expected at most {MAX_DEPTH} levels")
     if not isinstance(node, _allowed_nodes()):
         raise ConfigError(f"{where}: {type(node).__name__.lower()} is not allowed; there are names, filters, if and for")
     if isinstance(node, nodes.Name) and node.ctx == "load" and node.name not in scope:
@@ -181,7 +185,7 @@ def _check(node: Any, path: str, scope: frozenset[str] = frozenset(NAMES), num_l
         raise ConfigError(f'{where}: unknown filter "{node.name}"{nearest(node.name, FILTERS)}')
     if not isinstance(node, nodes.For):
         for child in node.iter_child_nodes():
-            _check(child, path, scope, num_loops)
+            _check(child, path, scope, num_loops, depth + 1)
         return
     over: Any = node.iter
     while isinstance(over, (nodes.Filter, nodes.Getitem)):
@@ -191,9 +195,9 @@ def _check(node: Any, path: str, scope: frozenset[str] = frozenset(NAMES), num_l
     if num_loops == MAX_LOOPS or node.recursive:
         raise ConfigError(f"{where}: expected at most {MAX_LOOPS} loops in one another")
     inner = scope | {one.name for one in [node.target, *node.target.find_all(nodes.Name)] if isinstance(one, nodes.Name)}
-    _check(node.iter, path, scope, num_loops)
+    _check(node.iter, path, scope, num_loops, depth + 1)
     for child in [*node.body, *node.else_, *([node.test] if node.test is not None else [])]:
-        _check(child, path, inner | {"loop"}, num_loops + 1)
+        _check(child, path, inner | {"loop"}, num_loops + 1, depth + 1)
 
 
 def _allowed_nodes() -> tuple[type[Any], ...]:
