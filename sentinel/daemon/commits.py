@@ -66,6 +66,15 @@ class StepCommits:
             self._alerts.have_told()
             self._has_alerts = True
 
+    def tell_newcomers(self, now: float) -> None:
+        """Put what is open into the outbox for sinks that the run did not have before. now: seconds since the epoch."""
+        if self._commit is None:
+            alerts = self._alerts.newcomers(now)
+            if alerts:
+                self._journal.commit(Commit(judged=self._journal.judged, outbox=_outgoing(alerts)))
+                self._has_alerts = True
+            self._alerts.have_met()
+
     def escalate(self, now: float) -> None:
         """Put what is to be sent of pages that nobody has acknowledged into the outbox. now: seconds since the epoch."""
         alerts = self._alerts.escalations(now)

@@ -32,8 +32,12 @@ TOLD_FACT = "told"
 ESCALATED_FACT = "escalated"
 """The journal's word for the escalations of open incidents that are in the outbox, or were."""
 
+SINKS_FACT = "sinks"
+"""The journal's word for the sinks that were notified of this run up to now: a JSON list of names."""
+
 _EVERYTHING = RouteConfig(min_severity=Severity.INFO)
 _ESCALATED = msgspec.json.Decoder(dict[str, list[tuple[int, str]]])
+_NAMES = msgspec.json.Decoder(list[str])
 _INCIDENT = msgspec.json.Decoder(Incident)
 
 
@@ -76,6 +80,9 @@ class IncidentAlerts:
         if journal.values.get(TOLD_FACT) is None:
             self._take_over()
             journal.values.put(TOLD_FACT, "yes")
+        kept = journal.values.get(SINKS_FACT)
+        self._sinks = {name for name, _ in routes} if kept is None else set(_NAMES.decode(kept))
+        """Those that were told of what is open, or were not meant to be."""
 
     def take(self, incident: Incident, now: float) -> list[Alert]:
         """Take in a new revision and return what is to be sent of it. now: seconds since the epoch."""
@@ -116,6 +123,31 @@ class IncidentAlerts:
             self._escalated.setdefault(alert.incident.id, []).append(step)
         self._escalated = {name: steps for name, steps in self._escalated.items() if name in self._open}
         self._journal.values.put(ESCALATED_FACT, msgspec.json.encode(self._escalated).decode())
+
+    def newcomers(self, now: float) -> list[Alert]:
+        """Return what is open, for sinks that were not there when it opened; `have_met` says that it is in the outbox.
+
+        now: seconds since the epoch.
+        """
+        found: list[Alert] = []
+        for sink, route in self.routes:
+            if sink in self._sinks:
+                continue
+            known = Ledger()
+            known.load(self._journal.outbox.told(topic(sink)))
+            for incident in self._open.values():
+                for alert in alerts_for(None, incident, [(sink, route)], now, self._context_of):
+                    if known.get(where_of(alert)) is None:
+                        is_page = alert.is_page and not incident.acknowledged(now)
+                        found.append(msgspec.structs.replace(alert, is_page=is_page))
+        return found
+
+    def have_met(self) -> None:
+        """Note that every sink of now was told of what is open."""
+        names = {name for name, _ in self.routes}
+        if names != self._sinks or self._journal.values.get(SINKS_FACT) is None:
+            self._sinks = names
+            self._journal.values.put(SINKS_FACT, msgspec.json.encode(sorted(names)).decode())
 
     def _first_page(self, incident: str) -> float:
         revisions = map(_INCIDENT.decode, self._journal.found.incident_revisions(incident))

@@ -114,6 +114,7 @@ class ServedRun:
                 self._use_newest_pack()
                 self._replay()
                 self._commits.tell_repaired(time.time())
+                self._commits.tell_newcomers(time.time())
                 self._notices.keep_losses(self._stages.assembler.losses)
                 self.status.publish(self._stages, time.time())
             self._opened = opened.pop_all()
@@ -187,6 +188,7 @@ class ServedRun:
         self._retention.use(config.retention)
         self._spool_pruning.use(config.retention)
         with _trouble_in_words(self.paths.journal):
+            self._commits.tell_newcomers(time.time())
             self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})
 
     def note_silences(self, silences: Sequence[Silence], now: float) -> None:

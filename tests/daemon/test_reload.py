@@ -132,6 +132,27 @@ def test_a_reload_that_changes_nothing_sends_nothing_again(tmp_path: Path) -> No
     assert len(keys(receiver)) == len(set(keys(receiver)))
 
 
+def test_a_sink_that_is_new_is_told_of_what_is_open_and_the_others_of_nothing(tmp_path: Path) -> None:
+    two = Receiver().running()
+    with Receiver().running() as first, two as second, reloadable(tmp_path, webhook(first.url)) as (daemon, path):
+        wait_for(lambda: first.bodies(), "the message")
+        wait_for(lambda: not any(daemon.api._notifying.notifier.pending().values()), "the outbox")
+        before = keys(first)
+        path.write_text(webhook(first.url).replace("}]}", f"}}, {{type: webhook, name: new, url: '{second.url}/'}}]}}"))
+
+        assert daemon.api.reload()["outcome"] == "ok"
+        wait_for(lambda: second.bodies(), "the message to the new one")
+        wait_for(lambda: not any(daemon.api._notifying.notifier.pending().values()), "the outbox")
+        assert daemon.api.reload()["outcome"] == "ok"
+
+    assert keys(first) == before and len(keys(second)) == 1
+
+    def incidents(receiver):
+        return [alert["incident"]["id"] for body in receiver.bodies() for alert in body["alerts"]]
+
+    assert incidents(second) == incidents(first)[:1]
+
+
 def test_a_dry_run_decides_everything_and_sends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with Receiver().running() as receiver, reloadable(tmp_path, webhook(receiver.url), is_dry_run=True) as (daemon, _):
