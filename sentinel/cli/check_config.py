@@ -30,10 +30,12 @@ def check_config(files: tuple[str, ...], reader: str | None, as_json: bool) -> i
     the addresses of sinks. Exit 1 when a file is wrong, 3 when something in it is only suspicious.
     """
     has_problem = has_warning = False
+    kinds = {Path(name): reader or _kind(Path(name)) for name in files}
+    packs = [path for path, kind in kinds.items() if kind == RULES]
     for name in files:
         path = Path(name)
-        kind = reader or _kind(path)
-        problem, warnings = _found(path, kind)
+        kind = kinds[path]
+        problem, warnings = _found(path, kind, packs)
         has_problem, has_warning = has_problem or bool(problem), has_warning or bool(warnings)
         if as_json:
             click.echo(json.dumps({"file": name, "for": kind, "problem": problem or None, "suspicions": warnings}))
@@ -57,8 +59,8 @@ def _kind(path: Path) -> str:
     return kind_of(list(document.value) if document is not None and isinstance(document.value, dict) else [])
 
 
-def _found(path: Path, kind: str) -> tuple[str, list[str]]:
-    """Return what is wrong, a line each, and what is suspicious."""
+def _found(path: Path, kind: str, packs: list[Path]) -> tuple[str, list[str]]:
+    """Return what is wrong, a line each, and what is suspicious. packs: those that are checked beside it."""
     try:
         if kind == RULES:
             from sentinel.judge.packs import RulePacks
@@ -77,8 +79,19 @@ def _found(path: Path, kind: str) -> tuple[str, list[str]]:
         else:
             from sentinel.daemon.config_check import check_daemon_config
 
-            found = check_daemon_config(path, os.environ)
+            found = check_daemon_config(path, os.environ, _rules(packs))
             return "\n".join(map(str, found.problems)), [str(one) for one in found.warnings]
     except (ConfigError, RuleError) as error:
         return str(error), []
     return "", []
+
+
+def _rules(packs: list[Path]) -> list[str]:
+    """Return the names of all rules, the built-in ones too; of packs that are broken, which is said of them, none."""
+    from sentinel.judge.packs import RulePacks
+
+    try:
+        pack = RulePacks(packs).load()
+    except RuleError:
+        pack = RulePacks([]).load()
+    return [rule.name for rule in pack.rules]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, TypeAlias
@@ -187,6 +188,16 @@ ESCALATE = "escalate"
 """The action of a rule that asks for more monitoring."""
 DUMP = "dump"
 """The action of a rule that asks for raw tensors."""
+
+
+def unknown_rules(policies: Sequence[PolicyConfig], known: Collection[str]) -> list[str]:
+    """Return what to say of names and globs in policies that fit none of the known rules: they follow nothing."""
+    return [
+        f'control.policies[{at}].rules[{position}]: no rule is called "{name}"{near(name, known)}'
+        for at, policy in enumerate(policies)
+        for position, name in enumerate(policy.rules)
+        if not any(fnmatch.fnmatchcase(rule, name) for rule in known)
+    ]
 
 
 def refuse_outside(config: Any, where: str, bounds: Sequence[tuple[str, float]]) -> None:

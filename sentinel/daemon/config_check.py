@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.control.config import unknown_rules
 from sentinel.daemon.config import DaemonConfig
 from sentinel.detect import known_detectors
 from sentinel.detect.dotted import is_dotted
@@ -33,8 +34,10 @@ class ConfigFindings(msgspec.Struct, frozen=True):
     """A daemon would take these; they are hardly meant."""
 
 
-def check_daemon_config(path: Path, environ: Mapping[str, str]) -> ConfigFindings:
+def check_daemon_config(path: Path, environ: Mapping[str, str], rules: Collection[str]) -> ConfigFindings:
     """Return what does not resolve. environ: the environment that the daemon would have. Opens no connection.
+
+    rules: names of those that it would judge by.
 
     ConfigError, one `FILE:LINE: what` a line, where the file cannot be read as a configuration at all.
     """
@@ -50,6 +53,8 @@ def check_daemon_config(path: Path, environ: Mapping[str, str]) -> ConfigFinding
         wrong.append(str(error))
     escalated = {name for step in notify.escalate for name in step.sinks}
     odd = [message for sink in notify.sinks for message in _warnings(sink, escalated)]
+    for message in unknown_rules(config.control.policies, rules):
+        odd.append(f"{message}; where a pack of yours has it, name that too: sentinel check-config {path} PACK")
     for at, policy in enumerate(config.control.policies):
         odd += _unknown_detectors(f"control.policies[{at}].detectors", policy.detectors)
     if not notify.sinks and document is not None and isinstance(document.value, dict) and "notify" in document.value:

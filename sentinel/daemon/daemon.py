@@ -15,6 +15,7 @@ from typing import TextIO
 
 import msgspec
 
+from sentinel.control.config import unknown_rules
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.disk_watch import DiskWatch
@@ -107,6 +108,7 @@ class Daemon:
         self._packs = RulePacks(list(options.packs))
         self._packs.load()
         self._config = ConfigInForce(options.config, options.config_file, options.read_config, time.time())
+        self._warn_of_policies()
         self._notes = RunNotes(self._values_of)
         self._silences = Silences(SilenceBook(self._state))
         self._notifying = Notifying(
@@ -365,6 +367,7 @@ class Daemon:
         if is_asked:
             self._config.reload(time.time(), self._exchange)
         outcome = self._packs.reload(time.time())
+        self._warn_of_policies()
         for name, run in list(self._runs.items()):
             try:
                 run.note_reload(outcome, time.time())
@@ -409,6 +412,11 @@ class Daemon:
             heartbeat.close()
         if self.api.heartbeat is not None:
             self.api.heartbeat.start()
+
+    def _warn_of_policies(self) -> None:
+        """Log what policies name that is no rule in use: nothing would follow from it, and nobody would know why."""
+        for message in unknown_rules(self._config.config.control.policies, [rule.name for rule in self._packs.pack.rules]):
+            log.warning("%s", message, extra={"fields": {"event": "config.suspicious", "problem": message}})
 
     def _ask_reload(self) -> None:
         self._wants_reload = True

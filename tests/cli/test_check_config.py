@@ -196,3 +196,36 @@ def test_a_policy_about_a_detector_that_does_not_exist_is_hardly_meant(
     assert code == LINT_ONLY
     assert 'F:4: control.policies[0].detectors[0]: unknown detector "AnomalyNaN"' in out
     assert "AnomalyNan" in out.partition("did you mean")[2]
+
+
+POLICY = "control:\n  policies:\n  - name: p\n    rules: [{rules}]\n    action: nothing\n"
+
+
+@pytest.mark.parametrize("rules", ["loss-spike", '"loss-*"', '"*"'])
+def test_a_policy_about_rules_that_exist_is_clean(rules: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = checked(POLICY.format(rules=rules), tmp_path, capsys)
+
+    assert code == CLEAN, out
+
+
+def test_a_policy_about_a_rule_that_does_not_exist_is_hardly_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = checked(POLICY.format(rules='loss-spike, loss-spik, "lost-*"'), tmp_path, capsys)
+
+    assert code == LINT_ONLY
+    assert 'F:4: control.policies[0].rules[1]: no rule is called "loss-spik"; did you mean "loss-spike"?' in out
+    assert 'control.policies[0].rules[2]: no rule is called "lost-*"' in out
+    assert "control.policies[0].rules[0]" not in out
+
+
+def test_a_policy_about_a_rule_of_a_pack_that_is_named_beside_it_is_clean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "daemon.yaml").write_text(POLICY.format(rules="mine"))
+    match = "detector: Threshold\n  match: {kind: wgrad, statistic: norm}\n  args: {above: 2}\n"
+    (tmp_path / "pack.yaml").write_text(f"rules:\n- name: mine\n  {match}")
+
+    assert run_cli(["check-config", str(tmp_path / "daemon.yaml")]) == LINT_ONLY
+    assert "where a pack of yours has it, name that too" in capsys.readouterr().out
+    assert run_cli(["check-config", str(tmp_path / "daemon.yaml"), str(tmp_path / "pack.yaml")]) == CLEAN

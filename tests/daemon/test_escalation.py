@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sentinel.anomaly import Severity
@@ -23,13 +21,6 @@ from ..support.sink_bench import FakeSink, SinkBench
 STEPS = (EscalationStep(after_s=60.0, sinks=("second",)), EscalationStep(after_s=600.0, sinks=("second", "third")))
 ROUTES = [("first", RouteConfig()), ("second", RouteConfig(changes=())), ("third", RouteConfig(changes=()))]
 PAGE = {"severity": Severity.CRITICAL, "paged": True}
-
-
-@pytest.fixture
-def journal(tmp_path: Path):
-    opened = Journal(tmp_path / "journal.sqlite")
-    yield opened
-    opened.close()
 
 
 def alerts_of(journal: Journal) -> IncidentAlerts:

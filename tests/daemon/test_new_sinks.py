@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
 from sentinel.anomaly import Severity
 from sentinel.daemon.incident_alerts import SINKS_FACT, IncidentAlerts
 from sentinel.incident import Incident, IncidentAct
@@ -20,13 +15,6 @@ from ..support.anomalies import an_incident
 
 OLD, NEW = ("old", RouteConfig()), ("new", RouteConfig())
 PAGE = {"severity": Severity.CRITICAL, "paged": True}
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(tmp_path / "journal.sqlite")
-    yield opened
-    opened.close()
 
 
 def opened(journal: Journal, *incidents: Incident) -> IncidentAlerts:

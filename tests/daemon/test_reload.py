@@ -176,3 +176,19 @@ def test_the_log_names_incidents_deliveries_and_reloads_by_their_fields(
     assert {"incident.opened", "alert.sent", "config.reload", "rules.reload"} <= by_name.keys()
     assert by_name["alert.sent"]["incident"] == by_name["incident.opened"]["incident"]
     assert by_name["alert.sent"]["sink"] == "hook" and by_name["alert.sent"]["key"]
+
+
+def test_a_policy_that_names_no_rule_is_said_at_the_start_and_at_a_reload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = "control: {{policies: [{{name: p, rules: [{rule}], action: nothing}}]}}\n"
+    words = 'control.policies[0].rules[0]: no rule is called "{}"; did you mean "loss-spike"?'
+    with reloadable(tmp_path, policy.format(rule="loss-spik")) as (daemon, path):
+        wait_for(lambda: daemon._runs, "the run")
+        assert words.format("loss-spik") in caplog.messages
+        path.write_text(policy.format(rule="loss-spike"))
+        assert daemon.api.reload()["outcome"] == "ok"
+        caplog.clear()
+        assert daemon.api.reload()["outcome"] == "ok"
+
+        assert not [one for one in caplog.messages if "no rule is called" in one]

@@ -120,7 +120,7 @@ def test_check_config_names_the_line_of_a_template(tmp_path):
         "  - type: console\n    name: other\n    templates:\n      headline: '{{ labels.cluster }}'\n"
     )
 
-    found = check_daemon_config(path, {})
+    found = check_daemon_config(path, {}, ())
 
     ((line, message),) = [(one.line, one.message) for one in found.problems]
     assert line == 5 and message.startswith("notify.sinks.console.templates.body: line 2 of the template: ")
