@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,17 @@ class Result:
     weights: float
     """A number that differs when any bit of this rank's weights does."""
     num_collectives: int
-    health: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One training of a build."""
+
+    folder: Path
+    config: Mapping[str, Any] | None = None
+    """Of the monitor; None: without Sentinel."""
+    modules_at: int | None = None
+    """A step in which modules are measured too."""
 
 
 def train_ranks(
@@ -64,17 +74,19 @@ def train_ranks(
     num_steps: int = NUM_STEPS,
     modules_at: int | None = None,
 ) -> list[Result]:
-    """Train with `world` processes; config None: without Sentinel. Returns what each rank says.
+    """Train once with `world` processes; the rest is of `Training`. Returns what each rank says."""
+    return train_in_turn([Training(folder, config, modules_at)], build, world, num_steps=num_steps)[0]
 
-    modules_at: a step in which modules are measured too.
+
+def train_in_turn(trainings: Sequence[Training], build: Build, world: int, *, num_steps: int = NUM_STEPS) -> list[list[Result]]:
+    """Build and train several times in the same `world` processes, one after the other. Returns what each rank says of each.
+
+    What torch finds out about a layout's operations, which takes longer than the training, it finds out in the first.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    port = free_port()
-    settings = dict(config) if config is not None else None
-    ranks = [
-        CONTEXT.Process(target=_rank, args=(rank, world, port, str(folder), build, settings, num_steps, modules_at))
-        for rank in range(world)
-    ]
+    for training in trainings:
+        training.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    arguments = world, free_port(), list(trainings), build, num_steps
+    ranks = [CONTEXT.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -83,10 +95,12 @@ def train_ranks(
         if process.is_alive():
             process.kill()
             process.join()
-    problems = [path.read_text() for path in sorted(folder.glob("error-*.txt"))]
+    problems = [path.read_text() for one in trainings for path in sorted(one.folder.glob("error-*.txt"))]
     assert not problems, problems[0]
     assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
-    return [Result(**json.loads((folder / f"result-{rank}.json").read_text())) for rank in range(world)]
+    return [
+        [Result(**json.loads((one.folder / f"result-{rank}.json").read_text())) for rank in range(world)] for one in trainings
+    ]
 
 
 def steps_of(build: Build, world: int = 1, **options: Any) -> list[ClosedStep]:
@@ -96,45 +110,48 @@ def steps_of(build: Build, world: int = 1, **options: Any) -> list[ClosedStep]:
         return closed_steps(Path(folder) / "run")
 
 
-def _rank(
-    rank: int, world: int, port: int, folder: str, build: Build, config: dict[str, Any] | None, num_steps: int,
-    modules_at: int | None,
-) -> None:  # fmt: skip
+def _rank(rank: int, world: int, port: int, trainings: list[Training], build: Build, num_steps: int) -> None:
+    training = trainings[0]
     try:
-        os.environ.update(SENTINEL_DIR=folder, SENTINEL_RUN="run", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(1)
         dist.init_process_group("gloo", rank=rank, world_size=world)
-        trainer = build()
-        monitor = None
-        if config is not None:
-            import sentinel
-
-            attach = trainer.attach or sentinel.attach
-            monitor = attach(trainer.models if len(trainer.models) > 1 else trainer.models[0], trainer.optimizer, config)
-        losses, norms = [], []
-        for step in range(num_steps):
-            if step == modules_at and monitor is not None:
-                monitor.enable(["activation", "activation_in", "dgrad", "dgrad_in"], for_steps=1)
-            loss, norm = trainer.train_step(step)
-            losses.append(float(loss))
-            norms.append(float(norm))
-        health: list[str] = []
-        if monitor is not None:
-            assert monitor.is_alive
-            monitor.detach()
-        weights = _weights_of(trainer)
-        count = dist.group.WORLD._get_sequence_number_for_group()
-        result = Result(losses, norms, weights, int(count), health)
-        (Path(folder) / f"result-{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
-        dist.barrier()
-        # Nothing may hold the model any longer: where the last reference to DistributedDataParallel goes after the process
-        # group was destroyed, it joins gloo's thread and holds the lock that this thread waits for, in torch 2.13.
-        del trainer, monitor
-        gc.collect()
+        for training in trainings:
+            os.environ.update(SENTINEL_DIR=str(training.folder), SENTINEL_RUN="run")
+            result = _train(build, training, num_steps)
+            (training.folder / f"result-{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
+            dist.barrier()
+            # Nothing may hold the model any longer: where the last reference to DistributedDataParallel goes after the process
+            # group was destroyed, it joins gloo's thread and holds the lock that this thread waits for, in torch 2.13.
+            gc.collect()
         dist.destroy_process_group()
     except BaseException:
-        (Path(folder) / f"error-{rank}.txt").write_text(traceback.format_exc())
+        (training.folder / f"error-{rank}.txt").write_text(traceback.format_exc())
         raise
+
+
+def _train(build: Build, training: Training, num_steps: int) -> Result:
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    trainer = build()
+    monitor = None
+    if training.config is not None:
+        import sentinel
+
+        attach = trainer.attach or sentinel.attach
+        model = trainer.models if len(trainer.models) > 1 else trainer.models[0]
+        monitor = attach(model, trainer.optimizer, dict(training.config))
+    losses, norms = [], []
+    for step in range(num_steps):
+        if step == training.modules_at and monitor is not None:
+            monitor.enable(["activation", "activation_in", "dgrad", "dgrad_in"], for_steps=1)
+        loss, norm = trainer.train_step(step)
+        losses.append(float(loss))
+        norms.append(float(norm))
+    if monitor is not None:
+        assert monitor.is_alive
+        monitor.detach()
+    weights = _weights_of(trainer)
+    return Result(losses, norms, weights, int(dist.group.WORLD._get_sequence_number_for_group() - before))
 
 
 def _weights_of(trainer: Trainer) -> float:

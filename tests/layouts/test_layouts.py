@@ -12,7 +12,7 @@ from sentinel.kinds import MODULE_KINDS, is_of_kind
 
 from ..support.closed_steps import closed_steps, statistics
 from .builds import LAYOUTS, REFERENCES, one
-from .layout import EVERYTHING, Build, differences, gradient_norm, steps_of, train_ranks
+from .layout import EVERYTHING, Build, Training, differences, gradient_norm, steps_of, train_in_turn
 from .net import NUM_STEPS
 
 LOCAL_ACTIVATIONS = ("tp", "tp_x_dp", "tp_x_fsdp2", "tp_x_pp")
@@ -58,8 +58,8 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     build, world = LAYOUTS[name]
     expected = alone(REFERENCES.get(name, one))
 
-    bare = train_ranks(tmp_path / "bare", build, world)
-    watched = train_ranks(tmp_path / "watched", build, world, config=EVERYTHING)
+    trainings = [Training(tmp_path / "bare"), Training(tmp_path / "watched", EVERYTHING)]
+    bare, watched = train_in_turn(trainings, build, world)
     views = closed_steps(tmp_path / "watched" / "run")
 
     assert repr([r.losses for r in watched]) == repr([r.losses for r in bare])  # NaN where another rank has the loss

@@ -25,7 +25,7 @@ from sentinel.record import ROW_DTYPE, Flag
 from ..support.closed_steps import closed_steps, statistics
 from ..support.spools import SaidSoFar
 from .builds import CPU, LAYOUTS, mine
-from .layout import Trainer, differences, steps_of, train_ranks
+from .layout import Trainer, Training, differences, steps_of, train_in_turn, train_ranks
 from .net import LayoutBlock, Net, optimizer_of, shifted_loss, tokens_of
 
 KINDS = ["param", "wgrad", "wgrad_unreduced", "update", "update_ratio", "grad_momentum_alignment", "weight_spectrum"]
@@ -118,8 +118,7 @@ def only_plain(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
 def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_path: Path) -> None:
     expected = alone()
 
-    bare = train_ranks(tmp_path / "bare", BUILDS[name], 2)
-    watched = train_ranks(tmp_path / "watched", BUILDS[name], 2, config=CONFIG)
+    bare, watched = train_in_turn([Training(tmp_path / "bare"), Training(tmp_path / "watched", CONFIG)], BUILDS[name], 2)
     views = closed_steps(tmp_path / "watched" / "run")
 
     assert [r.losses for r in watched] == [r.losses for r in bare]

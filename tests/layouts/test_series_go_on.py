@@ -13,7 +13,7 @@ from sentinel.ingest.merge import ClosedStep
 
 from ..support.closed_steps import closed_steps, statistics
 from .builds import LAYOUTS, fsdp2, one
-from .layout import Build, train_ranks
+from .layout import Build, Training, train_in_turn
 from .net import Net
 
 SWITCHED = 1
@@ -80,8 +80,8 @@ def twice(view: ClosedStep) -> list[tuple[str, str, int]]:
 def test_series_of_the_black_box_go_on_while_modules_are_measured(name: str, tmp_path: Path) -> None:
     build, world = BUILDS[name]
 
-    bare = train_ranks(tmp_path / "alone", build, world, config={})
-    watched = train_ranks(tmp_path / "switched", build, world, config={}, modules_at=SWITCHED)
+    trainings = [Training(tmp_path / "alone", {}), Training(tmp_path / "switched", {}, modules_at=SWITCHED)]
+    bare, watched = train_in_turn(trainings, build, world)
 
     assert [one.weights for one in watched] == [one.weights for one in bare]
     assert [one.num_collectives for one in watched] == [one.num_collectives for one in bare]

@@ -19,7 +19,10 @@ from pathlib import Path
 
 PRELOADED = (
     "numpy", "torch", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
-    "torch.distributed.run", "sentinel.collect.attach", "sentinel.daemon.daemon", "tests.support.frozen",
+    "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch._subclasses.schema_check_mode", "torch.profiler._cupti_monitor", "numpy.ma", "encodings.ascii",
+    "sentinel.collect.attach", "sentinel.daemon.daemon", "sentinel.daemon.http.app", "sentinel.cli.serve", "sentinel.cli.run",
+    "sentinel.cli.replay", "sentinel.import_trial", "uvicorn.main", "uvicorn.logging", "tests.support.frozen",
 )  # fmt: skip
 
 
