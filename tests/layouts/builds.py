@@ -48,6 +48,11 @@ def one(net: type[Net] = Net) -> Trainer:
     return loop(model, optimizer_of(model.parameters()), tokens_of)
 
 
+def one_shallow() -> Trainer:
+    model = Net(depth=2)
+    return loop(model, optimizer_of(model.parameters()), tokens_of)
+
+
 def one_tied() -> Trainer:
     model = Net(tied=True)
     return loop(model, optimizer_of(model.parameters()), tokens_of)
@@ -84,13 +89,13 @@ def fsdp1(strategy: str = "FULL_SHARD", use_orig_params: bool = True) -> Trainer
     return loop(model, optimizer_of(model.parameters()), by_rank, clip=lambda model: model.clip_grad_norm_(0.5))
 
 
-def fsdp2(replicate: int = 1, tied: bool = False) -> Trainer:
+def fsdp2(replicate: int = 1, tied: bool = False, depth: int = 4) -> Trainer:
     world = dist.get_world_size()
     if replicate > 1:
         mesh = init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("dp_replicate", "dp_shard"))
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    model = Net(tied=tied)
+    model = Net(tied=tied, depth=depth)
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -103,10 +108,10 @@ PLAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tp(dp: int = 1, sharded: bool = False) -> Trainer:
+def tp(dp: int = 1, sharded: bool = False, depth: int = 4) -> Trainer:
     """Tensor parallel over 2 ranks; with dp > 1 replicas around it, or FSDP2."""
     mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
-    model = Net()
+    model = Net(depth=depth)
     for block in model.blocks.values():
         parallelize_module(block, mesh["tp"], PLAN)
     if sharded:
@@ -346,10 +351,10 @@ LAYOUTS: dict[str, tuple[Any, int]] = {
     "fsdp1_hybrid": (partial(fsdp1, "HYBRID_SHARD"), 4),
     "fsdp2": (fsdp2, 2),
     "fsdp2_4": (fsdp2, 4),
-    "hsdp": (partial(fsdp2, 2), 4),
+    "hsdp": (partial(fsdp2, 2, depth=2), 4),
     "tp": (tp, 2),
     "tp_x_dp": (partial(tp, 2), 4),
-    "tp_x_fsdp2": (partial(tp, 2, True), 4),
+    "tp_x_fsdp2": (partial(tp, 2, True, depth=2), 4),
     "cp": (cp, 2),
     "cp_x_dp": (partial(cp, 2), 4),
     **{name: (build, 2) for name, build in SCHEDULES.items()},
@@ -359,5 +364,8 @@ LAYOUTS: dict[str, tuple[Any, int]] = {
     "pp_x_dp": (partial(pipeline, "Schedule1F1B", dp=2), 4),
     "tp_x_pp": (tp_x_pp, 4),
 }
-REFERENCES = {"ep": one_moe, "ep_x_dp": one_moe, "ep_x_cp": one_moe_in_halves, "ddp_tied": one_tied, "fsdp2_tied": one_tied}
+REFERENCES = {
+    "ep": one_moe, "ep_x_dp": one_moe, "ep_x_cp": one_moe_in_halves, "ddp_tied": one_tied, "fsdp2_tied": one_tied,
+    "hsdp": one_shallow, "tp_x_fsdp2": one_shallow,
+}  # fmt: skip
 """The process that a layout is compared with, where it is not `one`."""

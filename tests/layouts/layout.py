@@ -78,7 +78,9 @@ def train_ranks(
     return train_in_turn([Training(folder, config, modules_at)], build, world, num_steps=num_steps)[0]
 
 
-def train_in_turn(trainings: Sequence[Training], build: Build, world: int, *, num_steps: int = NUM_STEPS) -> list[list[Result]]:
+def train_in_turn(
+    trainings: Sequence[Training], build: Build, world: int, *, num_steps: int = NUM_STEPS
+) -> list[list[Result]]:
     """Build and train several times in the same `world` processes, one after the other. Returns what each rank says of each.
 
     What torch finds out about a layout's operations, which takes longer than the training, it finds out in the first.
@@ -99,7 +101,8 @@ def train_in_turn(trainings: Sequence[Training], build: Build, world: int, *, nu
     assert not problems, problems[0]
     assert all(process.exitcode == 0 for process in ranks), [process.exitcode for process in ranks]
     return [
-        [Result(**json.loads((one.folder / f"result-{rank}.json").read_text())) for rank in range(world)] for one in trainings
+        [Result(**json.loads((one.folder / f"result-{rank}.json").read_text())) for rank in range(world)]
+        for one in trainings
     ]
 
 
@@ -121,8 +124,9 @@ def _rank(rank: int, world: int, port: int, trainings: list[Training], build: Bu
             result = _train(build, training, num_steps)
             (training.folder / f"result-{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
             dist.barrier()
-            # Nothing may hold the model any longer: where the last reference to DistributedDataParallel goes after the process
-            # group was destroyed, it joins gloo's thread and holds the lock that this thread waits for, in torch 2.13.
+            # Nothing may hold the model any longer: where the last reference to DistributedDataParallel goes after the
+            # process group was destroyed, it joins gloo's thread and holds the lock that this thread waits for, in
+            # torch 2.13.
             gc.collect()
         dist.destroy_process_group()
     except BaseException:

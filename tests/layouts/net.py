@@ -88,15 +88,17 @@ class LayoutBlock(nn.Module):
 
 
 class Net(nn.Module):
-    """`first` of `num` equal pieces of the model: 4 blocks in all; the first piece embeds, the last has the head."""
+    """`first` of `num` equal pieces of the model: `depth` blocks in all; the first piece embeds, the last has the head."""
 
-    def __init__(self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False, moe: bool = False) -> None:
+    def __init__(
+        self, first: int = 0, num: int = 1, attend: Attend = attend, tied: bool = False, moe: bool = False, depth: int = 4
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
-        blocks = nn.ModuleList([LayoutBlock(attend, moe) for _ in range(4)])
+        blocks = nn.ModuleList([LayoutBlock(attend, moe) for _ in range(depth)])
         emb, norm, head = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         scale = nn.Parameter(torch.full((1,), 1.5))
-        per = 4 // num
+        per = depth // num
         self.emb = emb if first == 0 else None
         self.blocks = nn.ModuleDict({str(n): blocks[n] for n in range(first * per, (first + 1) * per)})
         is_last = first == num - 1

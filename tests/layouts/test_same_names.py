@@ -63,7 +63,14 @@ def rows_of(view: ClosedStep) -> set[tuple[str, str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("Schedule1F1B", 1), ("ScheduleInterleaved1F1B", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        # Each rank of the interleaved one has two stages, and each of them is one of this.
+        pytest.param("Schedule1F1B", 1, marks=pytest.mark.long),
+        ("ScheduleInterleaved1F1B", 2),
+    ],
+)
 def test_every_row_of_every_probe_has_the_name_of_one_process(schedule: str, chunks: int, tmp_path: Path) -> None:
     whole = alone(partial(one, WithTables), tuple(KINDS))
 

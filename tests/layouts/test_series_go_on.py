@@ -88,7 +88,7 @@ def test_series_of_the_black_box_go_on_while_modules_are_measured(name: str, tmp
     views, others = closed_steps(tmp_path / "switched" / "run"), closed_steps(tmp_path / "alone" / "run")
     for view, alone in zip(views, others, strict=True):
         expected = borders(alone)
-        assert len(expected) >= 12
+        assert len(expected) >= (8 if name == "tp_x_fsdp2" else 12)
         assert borders(view) == expected
         assert bool(view.present.sum() > alone.present.sum()) is (view.step == SWITCHED)
         assert not twice(view)

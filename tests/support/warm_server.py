@@ -21,8 +21,8 @@ PRELOADED = (
     "numpy", "torch", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch._subclasses.schema_check_mode", "torch.profiler._cupti_monitor", "numpy.ma", "encodings.ascii",
-    "sentinel.collect.attach", "sentinel.daemon.daemon", "sentinel.daemon.http.app", "sentinel.cli.serve", "sentinel.cli.run",
-    "sentinel.cli.replay", "sentinel.import_trial", "uvicorn.main", "uvicorn.logging", "tests.support.frozen",
+    "sentinel.collect.attach", "sentinel.daemon.daemon", "sentinel.daemon.http.app", "sentinel.daemon.http.event_loop",
+    "sentinel.cli.serve", "sentinel.cli.run", "sentinel.cli.status", "sentinel.import_trial", "tests.support.frozen",
 )  # fmt: skip
 
 
