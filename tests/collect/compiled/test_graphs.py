@@ -412,18 +412,44 @@ def test_fp32_is_bit_identical_in_inductor_with_every_site_in_one_graph(tmp_path
     assert_same_rows(plain.said, watched.said)
 
 
+class Normed(nn.Module):
+    """A block of which inductor makes a kernel each way: the C++ compiler takes a second or more for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(8)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.ln(x))
+
+
 @needs_compiler
-def test_blocks_in_inductor_are_bit_identical_through_both_graphs(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [Normed, pytest.param(None, marks=pytest.mark.long)], ids=["of one kernel", "of TinyModel"]
+)
+def test_blocks_in_inductor_are_bit_identical_through_both_graphs(
+    tmp_path: Path, block: Callable[[], nn.Module] | None
+) -> None:
     compile_it = each_block("inductor")
 
-    bare = train_compiled(None, compile_it, BLACK_BOX, steps=4)
+    def make() -> nn.Module:
+        model = TinyModel()
+        if block is not None:
+            model.blocks = nn.ModuleList([block(), block()])
+        return model
+
+    bare = train_compiled(None, compile_it, BLACK_BOX, make=make, steps=4)
     watched = train_compiled(
-        tmp_path / "watched", compile_it, BLACK_BOX, steps=4,
+        tmp_path / "watched", compile_it, BLACK_BOX, make=make, steps=4,
         before_step=lambda monitor, step, model: monitor.enable(["activation"], for_steps=1) if step == 1 else None,
     )  # fmt: skip
 
     assert watched.is_same(bare)
     assert watched.graphs == [1, 2, 2, 2]
+    # Inside the blocks too, while that was on.
+    assert watched.said is not None and len(watched.said.of(1, "activation", "blocks.1.ln")) == 3
 
 
 @pytest.mark.long
