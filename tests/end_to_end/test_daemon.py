@@ -170,6 +170,32 @@ def test_rules_are_read_again_and_broken_ones_are_not_used(tmp_path: Path, serve
     assert "the former ones stay in use" in talk
 
 
+def test_the_configuration_is_read_again_when_asked_and_a_broken_one_changes_nothing(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    record(tmp_path / "run", 5)
+    config = tmp_path / "daemon.yaml"
+    config.write_text("judging: {late_after_s: 9.0}\n")
+    daemon = serve(tmp_path / "run", "--config", str(config))
+    before = wait_for(lambda: daemon.get("/healthz"), "health")["config_hash"]
+
+    config.write_text("judging: {late_after_s: -1.0}\n")
+    code, body = daemon.post("/-/reload")
+    assert code == 422
+    assert "daemon.yaml:1: judging.late_after_s must be at least 0" in body["problem"]
+    health = daemon.get("/healthz")
+    assert (health["status"], health["config_hash"]) == ("degraded", before)
+    assert 'sentinel_last_reload_successful{what="config"} 0.0' in daemon.get("/metrics")
+
+    config.write_text("judging: {late_after_s: 7.0}\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: daemon.get("/healthz")["config_hash"] != before, "the hang-up to be heard")
+    assert daemon.get("/healthz")["status"] == "ok"
+    assert 'sentinel_last_reload_successful{what="config"} 1.0' in daemon.get("/metrics")
+    code, _ = daemon.stop()
+    assert code == 0
+
+
 def test_a_run_of_ours_that_others_may_write_is_taken_from_them_and_judged(
     tmp_path: Path, serve: Callable[..., Served]
 ) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.report.alert import RouteConfig, alerts_for
+from sentinel.report.notifier import Notifier
 from sentinel.report.outbox import MemoryOutbox
-from sentinel.report.pipeline import Notifier, RetryPolicy, SinkWorker
+from sentinel.report.pipeline import RetryPolicy, SinkWorker
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
@@ -128,7 +129,8 @@ def test_a_sink_that_hangs_delays_no_other_and_no_judging():
 CHILD = """
 import sys, time
 from pathlib import Path
-from sentinel.report.pipeline import Notifier, RetryPolicy
+from sentinel.report.notifier import Notifier
+from sentinel.report.pipeline import RetryPolicy
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 from sentinel.store.journal import Journal
