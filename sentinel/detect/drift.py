@@ -72,8 +72,11 @@ class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         z = asinh(np.where(has_level, values, 0.0), np.where(has_level, state["unit"], 1.0))
         return z, np.where(has_level, z - state["level"], 0.0)
 
-    def _follow(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> np.ndarray:
-        """Move level and noise by one point; return the rows that were judged ready and finite."""
+    def _follow(self, values: np.ndarray, state: State, anomalous: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """Move level and noise by one point; return the rows that were judged ready and finite.
+
+        residual: of this point, as `_residual` returns it beforehand.
+        """
         finite = np.isfinite(values)
         count = state["count"]
         first = finite & (count < FIRST_POINTS)
@@ -87,11 +90,10 @@ class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 state["level"][begins] = asinh(values[begins], state["unit"][begins])
         later = finite & ~first
         if later.any():
-            _, residual = self._residual(values, state)
             age = count - FIRST_POINTS
             young = age < self.memory
             limit = np.where(young, np.inf, LEVEL_CLIP * np.maximum(state["noise"], 1e-12))
-            near = np.clip(residual, -limit, limit)
+            near = residual.clip(-limit, limit)
             # Young levels are means of what there is, so that the first point weighs no more than another.
             rate = 1.0 / np.minimum(age + 2.0, self.memory)
             state["level"][later] += (rate * near)[later]
@@ -160,16 +162,15 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
         state["settled"] = np.zeros(num_series, dtype=bool)
         return state
 
-    def _sums(self, values: np.ndarray, state: State) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums upward and downward with this point in."""
-        z, _ = self._residual(values, state)
+    def _sums(self, values: np.ndarray, state: State, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sums upward and downward with this point in. z: the point, as `_residual` returns it."""
         noise, slack = self._noise(state), self._slack(state)
         ready = (state["count"] >= self.warmup) & np.isfinite(values)
         excess = z - state["best"]
 
         def add(total: np.ndarray, toward: np.ndarray) -> np.ndarray:
-            moved = total + np.clip((toward - slack) / noise, -STEP_CLIP, STEP_CLIP)
-            return np.where(ready, np.clip(moved, 0.0, 2.0 * self.threshold), total)
+            moved = total + ((toward - slack) / noise).clip(-STEP_CLIP, STEP_CLIP)
+            return np.where(ready, moved.clip(0.0, 2.0 * self.threshold), total)
 
         down = add(state["below"], -excess) if self.sides == "both" else state["below"]
         return add(state["above"], excess), down
@@ -192,7 +193,8 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def score(self, values: np.ndarray, state: State) -> Scores:
         """Score the larger sum / threshold; 0.0 in the warm-up and for what is not finite."""
-        up, down = self._sums(values, state)
+        z, _ = self._residual(values, state)
+        up, down = self._sums(values, state, z)
         finite = np.isfinite(values)
         score = np.where(finite, np.maximum(up, down) / self.threshold, 0.0)
 
@@ -208,22 +210,26 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow the level; the best level moves with what is not flagged, and where a flagged level has come to rest."""
         state["settled"].fill(False)
-        state["above"], state["below"] = self._sums(values, state)
-        self._follow_change(values, state)
-        ready = self._follow(values, state, anomalous)
+        # Once for all: what the parts below change of it belongs to series that have no level yet, whose z is 0.
+        z, residual = self._residual(values, state)
+        state["above"], state["below"] = self._sums(values, state, z)
+        self._follow_change(values, state, z)
+        ready = self._follow(values, state, anomalous, residual)
         seen = np.isfinite(values) & (state["count"] > FIRST_POINTS)
         young = seen & ~ready
         state["best"][young] = state["level"][young]
         calm = ready & ~anomalous
         state["run"][calm] = 0
         flagged = ready & anomalous
-        apart = np.abs(state["level"] - state["best"])
-        state["told"][flagged] = np.maximum(state["told"], apart)[flagged]
-        # What was reported has to be over for long before more is: a rise on which points scatter is one.
-        for name in ("above", "below"):
-            begins = flagged & (state["run"] == 0) & (state[name] >= self.threshold)
-            state[name][begins] = 2.0 * self.threshold
-        state["run"][flagged] += 1
+        has_flagged = bool(flagged.any())
+        if has_flagged:
+            apart = np.abs(state["level"] - state["best"])
+            state["told"][flagged] = np.maximum(state["told"], apart)[flagged]
+            # What was reported has to be over for long before more is: a rise on which points scatter is one.
+            for name in ("above", "below"):
+                begins = flagged & (state["run"] == 0) & (state[name] >= self.threshold)
+                state[name][begins] = 2.0 * self.threshold
+            state["run"][flagged] += 1
         state["since"][ready] += 1
         if self.sides == "up":
             state["since"][calm & (state["level"] < state["best"])] = 0
@@ -233,12 +239,11 @@ class Drift(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
             np.minimum(state["since"], 16 * self.memory, out=state["since"])
         self._follow_wander(state, calm)
         self._follow_turns(state, ready, calm)
-        if self.settle_after:
+        if self.settle_after and has_flagged:
             self._settle(state, flagged)
 
-    def _follow_change(self, values: np.ndarray, state: State) -> None:
-        """Take in how far a point is from the one before."""
-        z, _ = self._residual(values, state)
+    def _follow_change(self, values: np.ndarray, state: State, z: np.ndarray) -> None:
+        """Take in how far a point is from the one before. z: the point, as `_residual` returns it."""
         age = state["count"] - FIRST_POINTS
         known = np.isfinite(values) & (age >= 0)
         change = CHANGE_TO_SIGMA * np.abs(z - state["last"])
@@ -366,7 +371,8 @@ class Plateau(_Level, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def learn(self, values: np.ndarray, state: State, anomalous: np.ndarray) -> None:
         """Follow the level, and remember where it last improved."""
-        ready = self._follow(values, state, np.zeros(len(values), dtype=bool))
+        _, residual = self._residual(values, state)
+        ready = self._follow(values, state, np.zeros(len(values), dtype=bool), residual)
         seen = np.isfinite(values) & (state["count"] > FIRST_POINTS)
         better = seen & (~ready | (state["level"] < state["best"] - math.log1p(self.improvement)))
         state["best"][better] = state["level"][better]

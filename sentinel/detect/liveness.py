@@ -188,7 +188,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return [ranks] how long each may stand still, and which of them stand inside a step."""
         recent = state["recent_s"]
         known = recent[np.isfinite(recent).any(axis=1)]
-        usual_s = float(np.median(np.nanmedian(known, axis=1))) if len(known) else np.nan
+        usual_s = float(np.median(_medians(known))) if len(known) else np.nan
         inside_s = max(self.hang_after_s, self.hang_factor * usual_s) if len(known) else self.init_after_s
         pause_s = 2.0 * state["longest_pause_s"]
         calls, usual_calls = facts["call_id"], facts["num_calls"]
@@ -209,6 +209,12 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if is_here.any() and (waits_s[is_here] >= self.deadlock_after_s).all():
             limit = np.where(has_stepped, limit, np.minimum(limit, self.deadlock_after_s))
         return limit, is_inside
+
+
+def _medians(rows: np.ndarray) -> np.ndarray:
+    """Return the median of each row beside its NaN; each has a number. `np.nanmedian` takes ten times as long."""
+    ordered, count, at = np.sort(rows, axis=1), np.isfinite(rows).sum(axis=1), np.arange(len(rows))
+    return np.asarray((ordered[at, (count - 1) // 2] + ordered[at, count // 2]) / 2.0)
 
 
 def _may_go_on(step: np.ndarray, is_stuck: np.ndarray, idle: np.ndarray, silence: np.ndarray) -> bool:

@@ -55,14 +55,14 @@ def worlds(
 @pytest.mark.parametrize("attempt", [None, 0], ids=["nobody counts attempts", "the launcher counts none"])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 2, 3)], ids=str)
 def test_a_world_that_changes_size_goes_on(tmp_path: Path, sizes: tuple[int, ...], attempt: int | None) -> None:
-    num_rows = worlds(tmp_path / "run", sizes, num_steps=30, attempt=attempt)
+    num_rows = worlds(tmp_path / "run", sizes, num_steps=12, attempt=attempt)
     run = served(tmp_path / "run", EVERY_STEP)
     catch_up(run)
     run.finish(NOW, is_over=True, deadline=float("inf"))
 
     decided = decisions(tmp_path / "run")
-    assert [one.step for one in decided] == list(range(30 * len(sizes)))
-    assert [len(one.ranks) for one in decided] == [size for size in sizes for _ in range(30)]
+    assert [one.step for one in decided] == list(range(12 * len(sizes)))
+    assert [len(one.ranks) for one in decided] == [size for size in sizes for _ in range(12)]
     assert not any(one.missing for one in decided)
     assert run.status.metrics().num_records == num_rows
     assert run.status.metrics().num_frames_duplicate == 0

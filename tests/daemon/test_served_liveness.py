@@ -28,7 +28,7 @@ from .test_serving import EVERY_STEP, Killed, abandon, kill_at
 
 pytestmark = pytest.mark.slow
 
-LOOK_S = 0.5
+BEAT_S = 1.0
 
 
 class Watched:
@@ -57,11 +57,11 @@ class Watched:
         while self.daemon is not None and self.daemon.turn(self.clock.time()):
             pass
 
-    def wait(self, seconds: float, *, is_served: bool = True) -> None:
-        """Let time pass: every second the ranks that are not silent beat, where they stand."""
-        for tick in range(round(seconds / LOOK_S)):
-            self.clock.advance(LOOK_S)
-            if tick % 2 == 0:
+    def wait(self, seconds: float, *, looks: int = 1, is_served: bool = True) -> None:
+        """Let time pass: every second the ranks that are not silent beat, where they stand. looks: the daemon's a second."""
+        for tick in range(round(seconds / BEAT_S) * looks):
+            self.clock.advance(BEAT_S / looks)
+            if tick % looks == 0:
                 self.beat()
             if is_served:
                 self.look()
@@ -144,7 +144,7 @@ def test_who_dies_while_there_is_always_something_to_read_is_named(watched: Call
         run.source.write(1, ranks=[0, 2, 3] if step >= 6 else None)
         assert run.daemon is not None
         assert run.daemon.turn(run.clock.time())
-        run.clock.advance(LOOK_S)
+        run.clock.advance(0.5)
 
     (onset,) = [one for one in run.found if one.rule == "stale-rank"]
     assert (onset.ranks, onset.statistic) == ((1,), "silent_s")
@@ -155,7 +155,7 @@ def test_a_silent_rank_is_named_once_and_its_end_told(watched: Callable[..., Wat
     run.train(20)
     run.wait(5)
     run.silent = {2}
-    run.wait(90)
+    run.wait(90, looks=2)
 
     (onset,) = run.found
     assert (onset.rank, onset.ranks, onset.step, onset.micro_step, onset.call_id) == (2, (2,), 20, 1, 30)
@@ -216,9 +216,9 @@ def test_the_first_to_hang_is_named_and_the_others_wait(watched: Callable[..., W
     run = watched()
     run.train(20)
     run.at = {1: (12, 0, "train")}
-    run.wait(29)
+    run.wait(29, looks=2)
     assert run.found == []
-    run.wait(100)
+    run.wait(100, looks=2)
 
     (onset,) = run.found
     assert (onset.rank, onset.step, onset.call_id, onset.statistic) == (1, 20, 12, "idle_s")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("shape", "max_kib"),
-    [({}, 256), ({}, 1024), ({"dp": 2}, 256), pytest.param({"dp": 2}, 1024, marks=pytest.mark.long)],
+    [({}, 256), ({"dp": 2}, 256), *(pytest.param(one, 1024, marks=pytest.mark.long) for one in ({}, {"dp": 2}))],
 )
 def test_what_was_lost_is_said_after_a_restart_too_and_replays_to_the_same(
     tmp_path: Path, shape: dict[str, int], max_kib: int

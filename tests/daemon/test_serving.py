@@ -152,6 +152,18 @@ POINTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A planted run that was judged without a kill; beside its folder, in `unread`, it lies as nobody has read it."""
+    directory = tmp_path_factory.mktemp("golden")
+    source = planted_run(directory / "golden" / "run")
+    source.write(50)
+    source.end()
+    shutil.copytree(directory / "golden" / "run", directory / "unread" / "run")
+    judge_run(directory / "golden" / "run", EVERY_STEP)
+    return directory / "golden" / "run"
+
+
 WITHOUT_SNAPSHOTS = [(*point, 3600.0) for point in POINTS]
 
 
@@ -165,15 +177,17 @@ WITHOUT_SNAPSHOTS = [(*point, 3600.0) for point in POINTS]
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_kill_at_every_point_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, interval_s: float
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    golden: Path,
+    owner: type,
+    name: str,
+    after: bool,
+    interval_s: float,
 ) -> None:
     monkeypatch.setattr(commits, "STEPS_PER_COMMIT", 4)
     config = msgspec.structs.replace(EVERY_STEP, judging=JudgingConfig(snapshot_interval_s=interval_s))
-    source = planted_run(tmp_path / "golden" / "run")
-    source.write(50)
-    source.end()
-    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "killed" / "run")
-    judge_run(tmp_path / "golden" / "run", config)
+    shutil.copytree(golden.parents[1] / "unread" / "run", tmp_path / "killed" / "run")
     num_kills = 0
 
     for nth in (1, 2, 3, 5, 8, 12):
@@ -188,19 +202,15 @@ def test_a_kill_at_every_point_changes_nothing(
     judge_run(tmp_path / "killed" / "run", config)
 
     assert num_kills >= (1 if name == "advance" else 3)
-    assert result_bytes(tmp_path / "killed" / "run") == result_bytes(tmp_path / "golden" / "run")
-    assert result_bytes(tmp_path / "golden" / "run")[0]
-    assert queued(tmp_path / "killed" / "run") == queued(tmp_path / "golden" / "run")
+    assert result_bytes(tmp_path / "killed" / "run") == result_bytes(golden)
+    assert result_bytes(golden)[0]
+    assert queued(tmp_path / "killed" / "run") == queued(golden)
 
 
 def test_an_end_while_decisions_are_judged_again_forgets_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Path
 ) -> None:
-    source = planted_run(tmp_path / "golden" / "run")
-    source.write(50)
-    source.end()
-    shutil.copytree(tmp_path / "golden" / "run", tmp_path / "other" / "run")
-    judge_run(tmp_path / "golden" / "run", EVERY_STEP)
+    shutil.copytree(golden.parents[1] / "unread" / "run", tmp_path / "other" / "run")
     late = msgspec.structs.replace(EVERY_STEP, judging=JudgingConfig(snapshot_interval_s=3600.0))
     monkeypatch.setattr(commits, "STEPS_PER_COMMIT", 4)
     killed = served(tmp_path / "other" / "run", late)
@@ -223,16 +233,13 @@ def test_an_end_while_decisions_are_judged_again_forgets_none_of_them(
     assert journal.judged == judged
     journal.close()
     judge_run(tmp_path / "other" / "run", EVERY_STEP)
-    assert result_bytes(tmp_path / "other" / "run") == result_bytes(tmp_path / "golden" / "run")
-    assert queued(tmp_path / "other" / "run") == queued(tmp_path / "golden" / "run")
+    assert result_bytes(tmp_path / "other" / "run") == result_bytes(golden)
+    assert queued(tmp_path / "other" / "run") == queued(golden)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 10, 500])
-def test_a_line_cut_in_half_by_a_crash_is_completed(tmp_path: Path, num_bytes: int) -> None:
-    source = planted_run(tmp_path / "run")
-    source.write(50)
-    source.end()
-    judge_run(tmp_path / "run", EVERY_STEP)
+def test_a_line_cut_in_half_by_a_crash_is_completed(tmp_path: Path, golden: Path, num_bytes: int) -> None:
+    shutil.copytree(golden, tmp_path / "run")
     whole = result_bytes(tmp_path / "run")
     file = tmp_path / "run" / "anomalies" / "000001.jsonl"
     os.truncate(file, file.stat().st_size - num_bytes)
@@ -315,12 +322,10 @@ def test_recompute_decides_anew(tmp_path: Path) -> None:
         replay(RunPaths.of(tmp_path / "run"), tmp_path / "one", recompute=True)
 
 
-def test_a_replay_says_what_differs(tmp_path: Path) -> None:
-    source = planted_run(tmp_path / "run")
-    source.write(50)
-    source.end()
-    judge_run(tmp_path / "run", EVERY_STEP)
-    shutil.rmtree(source.folder(1))
+def test_a_replay_says_what_differs(tmp_path: Path, golden: Path) -> None:
+    shutil.copytree(golden, tmp_path / "run")
+    (spool,) = (tmp_path / "run" / "spool").glob("r00001-*")
+    shutil.rmtree(spool)
 
     result = replay(RunPaths.of(tmp_path / "run"), tmp_path / "again")
 
@@ -362,14 +367,14 @@ def test_reading_in_other_portions_decides_the_same(tmp_path: Path, seed: int) -
 
 def test_a_backlog_of_uneven_ranks_makes_nobody_late(tmp_path: Path) -> None:
     source = SyntheticRun(tmp_path / "run", pp=2, layers=3, d_model=16, elements=8)
-    source.write(400)
+    source.write(200)
     source.end()
     assert source.num_rows(0) != source.num_rows(1)
 
     judge_run(tmp_path / "run", DaemonConfig())
 
     assert {one.why for one in decisions(tmp_path / "run")} == {"complete"}
-    assert len(decisions(tmp_path / "run")) == 400
+    assert len(decisions(tmp_path / "run")) == 200
 
 
 RULE = """\

@@ -68,7 +68,7 @@ def make_view(layout: ModelLayout, rng: np.random.Generator, step: int) -> Close
 def test_c_and_numpy_make_the_same_of_a_step():
     layout, rng = make_layout(), np.random.default_rng(3)
     num_rows, num_bad, num_odd = 0, 0, 0
-    for step in range(60):
+    for step in range(20):
         view = make_view(layout, rng, step)
         mine, expected = digest(view), digest_in_numpy(view)
         for name in ("present", "is_bad", "bad_rows", "odd_copies"):
@@ -76,7 +76,7 @@ def test_c_and_numpy_make_the_same_of_a_step():
         for name in STATS_DTYPE.names:
             np.testing.assert_allclose(mine.stats[name], expected.stats[name], rtol=1e-9, atol=1e-9, err_msg=name)
         num_rows, num_bad, num_odd = num_rows + view.num_rows, num_bad + len(mine.bad_rows), num_odd + len(mine.odd_copies)
-    assert num_rows > 3000 and num_bad > 200 and num_odd > 50
+    assert num_rows > 1000 and num_bad > 60 and num_odd > 15
 
 
 def test_norms_are_scaled_for_missing_shards_alone():
