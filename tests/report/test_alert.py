@@ -3,6 +3,7 @@ import pytest
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.report.alert import Alert, RouteConfig, alerts_for, change_of, open_alerts
+from sentinel.report.alert_context import AlertContext
 from sentinel.report.message import facts
 
 from ..support.anomalies import an_incident
@@ -137,3 +138,54 @@ def test_an_unknown_cause_is_said_to_be_unknown():
 def an_alert_of(incident):
     (alert,) = alerts_for(None, incident, [("slack", RouteConfig())], 0.0)
     return alert
+
+
+@pytest.mark.parametrize(
+    ("globs", "run", "is_sent"),
+    [
+        ((), "nightly-3", True),
+        (("nightly-*",), "nightly-3", True),
+        (("nightly-*",), "weekly-3", False),
+        (("weekly-*", "nightly-?"), "nightly-3", True),
+        (("nightly-?",), "nightly-33", False),
+        (("Nightly-*",), "nightly-3", False),
+        (("nightly",), "nightly-3", False),
+        (("nightly-[0-5]",), "nightly-3", True),
+        (("nightly-[",), "nightly-3", False),
+    ],
+)
+def test_a_route_by_run_takes_these_runs_and_no_others(globs, run, is_sent):
+    routes = [("some", RouteConfig(runs=globs)), ("all", RouteConfig())]
+    opened, over = an_incident(run=run), an_incident(run=run, revision=2, state="resolved")
+
+    told = [[alert.sink for alert in alerts_for(*pair, routes, 1.0)] for pair in ((None, opened), (opened, over))]
+
+    assert told == [["some", "all"] if is_sent else ["all"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "labels", "is_sent"),
+    [
+        ({}, {}, True),
+        ({"team": "nlp"}, {"team": "nlp", "tier": "1"}, True),
+        ({"team": "nlp"}, {"team": "vision"}, False),
+        ({"team": "nlp"}, {}, False),
+        ({"team": "nlp"}, {"Team": "nlp"}, False),
+        ({"team": "n*", "tier": "[12]"}, {"team": "nlp", "tier": "2"}, True),
+        ({"team": "n*", "tier": "[12]"}, {"team": "nlp", "tier": "3"}, False),
+        ({"team": ""}, {}, True),
+        ({"team": ""}, {"team": "nlp"}, False),
+    ],
+)
+def test_a_route_by_label_takes_runs_with_these_labels_and_no_others(wanted, labels, is_sent):
+    routes = [("all", RouteConfig()), ("some", RouteConfig(labels=wanted))]
+    opened, over = an_incident(), an_incident(revision=2, state="resolved")
+
+    def context_of(incident):
+        return AlertContext(labels=labels)
+
+    told = [
+        [alert.sink for alert in alerts_for(*pair, routes, 1.0, context_of)] for pair in ((None, opened), (opened, over))
+    ]
+
+    assert told == [["all", "some"] if is_sent else ["all"]] * 2

@@ -26,7 +26,7 @@ class DigestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     interval_s: float = 300.0
     """What a storm gathers is sent as one message, and the next not before so many seconds. A page breaks through, once in
-    this time."""
+    this time; one of a run for which nobody was paged in it, `window_s` after the last page."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -49,6 +49,8 @@ class Gather:
         """When messages were sent, within the window."""
         self._digest_at = -math.inf
         self._page_at = -math.inf
+        self._paged: dict[str, float] = {}
+        """Run -> when somebody was paged for it last, within the interval."""
 
     def apply(self, pending: list[Pending], turn: Turn) -> list[Pending]:
         """Return what the next message is made of, the worst first; nothing while a storm gathers."""
@@ -73,8 +75,12 @@ class Gather:
         # A digest fills the window: what follows at once is of the same storm.
         self._sent.extend([now] * (self._after if is_digest else 1))
         self._digest_at = now if is_digest else self._digest_at
-        if any(one.alert.is_page for one in batch):
-            self._page_at = now
+        interval_s = self._config.interval_s
+        self._paged = {run: at for run, at in self._paged.items() if at <= now < at + interval_s}
+        for pending in batch:
+            if pending.alert.is_page:
+                self._page_at = now
+                self._paged |= dict.fromkeys((one.alert.incident.run for one in pending.incidents), now)
 
     def _of_storm(self, together: list[Pending], turn: Turn) -> list[Pending]:
         interval_s = self._config.interval_s
@@ -86,7 +92,15 @@ class Gather:
         if is_due:
             return together
         pages = [one for one in together if one.alert.is_page]
-        return pages if pages and turn.is_due(self._page_at, interval_s) else []
+        if not pages:
+            return []
+        # Who was paged for one run does not know of another; who was paged for this one looks at it.
+        is_news = any(self._is_news(one.alert.incident.run, turn.now) for page in pages for one in page.incidents)
+        return pages if turn.is_due(self._page_at, self._config.window_s if is_news else interval_s) else []
+
+    def _is_news(self, run: str, now: float) -> bool:
+        paged = self._paged.get(run)
+        return paged is None or not paged <= now < paged + self._config.interval_s
 
     def _forget(self, now: float) -> None:
         while self._sent and not self._sent[0] <= now < self._sent[0] + self._config.window_s:

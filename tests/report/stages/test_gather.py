@@ -79,6 +79,39 @@ def test_a_page_breaks_through_a_storm_once():
     assert bench.now >= 1060.0, "the others wait until the storm is over"
 
 
+def pages_within_a_storm(*opened):
+    """Return (seconds since the storm began, incidents) of each message about pages that opened within it.
+
+    opened: (second, run) of each page; one of `first` begins the storm.
+    """
+    bench = SinkBench(FakeSink(digest_after=5))
+    begun, sent = bench.now, []
+    deliver = bench.sink.deliver
+    bench.sink.deliver = lambda alerts, now: (sent.append((now - begun, alerts)), deliver(alerts, now))[1]
+    for number in range(40):
+        bench.add(None, an_incident(number, run="first", **(PAGE if number == 0 else {})))
+    bench.turn()
+    for second in range(1, 299):
+        bench.now = begun + second
+        bench.add(None, an_incident(1000 + second, run="first"))
+        for number, (at, run) in enumerate(opened, 100):
+            if at == second:
+                bench.add(None, an_incident(number, run=run, **PAGE))
+        bench.turn()
+    bench.run()
+    names = [(second, [alert.incident.id for alert in alerts if alert.is_page]) for second, alerts in sent[1:]]
+    return [(second, pages) for second, pages in names if pages]
+
+
+def test_a_page_of_another_run_breaks_through_a_storm_a_window_later():
+    assert pages_within_a_storm((10, "second"), (20, "third")) == [(60.0, ["i100", "i101"])]
+
+
+def test_further_pages_of_runs_that_somebody_was_paged_for_wait_for_the_digest():
+    assert pages_within_a_storm((10, "first"), (140, "first")) == [(300.0, ["i100", "i101"])]
+    assert pages_within_a_storm((65, "second"), (140, "second")) == [(65.0, ["i100"]), (300.0, ["i101"])]
+
+
 def test_a_lasting_incident_without_news_is_two_messages():
     bench = SinkBench(FakeSink(digest_after=5), telling=Telling())
     before = None
