@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import queue
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -117,7 +118,12 @@ class Daemon:
         )  # fmt: skip
         self._environ = environ
         self._systemd = Systemd(options.notify_socket, options.watchdog_us)
-        self._wake = threading.Event()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One for each time that the loop's pause is to end at once.
+
+        Signal handlers put some in. They may run while the loop is anywhere in its pause, with the lock of a
+        threading.Event in hand say, which they would wait for for ever; this queue is made to be put into by them.
+        """
         self._is_stopping = False
         self._wants_reload = False
         self._runs: dict[str, ServedRun] = {}
@@ -166,7 +172,7 @@ class Daemon:
     def stop(self) -> None:
         """Have `run` drain and return; may be called from any thread."""
         self._is_stopping = True
-        self._wake.set()
+        self._wakes.put(None)
 
     # The loop.
 
@@ -270,8 +276,14 @@ class Daemon:
                 continue
             # Ten times the cost of a look that found nothing: thousands of ranks must not cost a core.
             pause = max(FAST_POLL_S, 10.0 * (now - begun)) if now - flowed < FLOWING_S else pause * 1.5
-            self._wake.wait(min(pause, SLOW_POLL_S))
-            self._wake.clear()
+            self._pause(min(pause, SLOW_POLL_S))
+
+    def _pause(self, longest_s: float) -> None:
+        """Wait so long, or until it is ended."""
+        with contextlib.suppress(queue.Empty):
+            self._wakes.get(timeout=longest_s)
+            for _ in range(self._wakes.qsize()):
+                self._wakes.get_nowait()
 
     def _turn(self) -> bool:
         has_moved = False
@@ -420,7 +432,7 @@ class Daemon:
 
     def _ask_reload(self) -> None:
         self._wants_reload = True
-        self._wake.set()
+        self._wakes.put(None)
 
     def _is_orphaned(self) -> bool:
         if not self._options.is_owned or self._options.parent in (0, os.getppid()):
