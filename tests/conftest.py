@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -53,9 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have each worker of `-n N --dist worksteal` begin with its share of the tests that wait for processes.
+    """Have each worker of `-n N --dist worksteal` run its share of the whole runs all along its queue.
 
-    They would all lie in one worker's queue, which would end long after the others; and while one waits another computes.
+    They would all lie in one worker's queue, which would end long after the others. At the beginning of each they would run
+    beside one another, several processes each, on as few cores as there are: while one waits another computes.
     """
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
     waiting = [one for one in items if WHOLE_RUNS in one.path.parents]
@@ -66,9 +68,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         size = (len(items) - len(ordered)) // (num_workers - worker)
         share = waiting[worker::num_workers]
         num_more = max(0, size - len(share))
-        ordered += [*share, *computing[:num_more]]
+        ordered += spread(share, computing[:num_more])
         del computing[:num_more]
     items[:] = [*ordered, *computing]
+
+
+def spread(waiting: list[pytest.Item], computing: list[pytest.Item]) -> list[pytest.Item]:
+    """Return all of them, the waiting ones evenly before the files of the others: between two tests of a file they would
+    have what the file's tests share made anew."""
+    files = [list(tests) for _, tests in itertools.groupby(computing, key=lambda one: one.path)]
+    ordered: list[pytest.Item] = []
+    for at, tests in enumerate(files):
+        ordered += [*waiting[len(waiting) * at // len(files) : len(waiting) * (at + 1) // len(files)], *tests]
+    return ordered if files else waiting
 
 
 def pytest_collection_finish() -> None:

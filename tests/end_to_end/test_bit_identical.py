@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -14,9 +15,8 @@ from sentinel.monitor_config import MEASURED_LABELS
 from ..support.spools import SaidSoFar
 from .ranks import train_example
 
-NUM_STEPS, SKIPPED, CLIP = 7, 4, 0.05
+NUM_STEPS, SKIPPED, CLIP = 5, 2, 0.05
 FAULTS = [{"module": "blocks.1.mlp.fc1", "dp_rank": 1, "micro_step": 2, "steps": [SKIPPED]}]
-ARGUMENTS = ("--steps", str(NUM_STEPS), "--clip", str(CLIP), "--lr-schedule", "cosine")
 
 EVERYTHING = {
     "kinds": list(MEASURED_LABELS), "per_micro_step": True,
@@ -25,33 +25,35 @@ EVERYTHING = {
 """Every probe there is, with histograms."""
 
 
-def truth(folder: Path) -> dict[int, dict[str, list[str]]]:
-    return {rank: json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)}
+def truth(folder: Path, num_ranks: int) -> list[dict[str, list[str]]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 @pytest.mark.timeout(400)
-def test_bit_identical_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "pp"),
+    # Pipelines are bit-identical in tests/layouts too, though not with every probe.
+    [pytest.param(2, 1, id="data parallel"), pytest.param(4, 2, id="pipeline x data parallel", marks=pytest.mark.long)],
+)
+def test_bit_identical_training(num_ranks: int, pp: int, tmp_path: Path) -> None:
+    arguments = ("--steps", str(NUM_STEPS), "--pp", str(pp), "--clip", str(CLIP), "--lr-schedule", "cosine")
+    train = functools.partial(train_example, num_ranks=num_ranks, faults=FAULTS, is_judged=False)
     bare = tmp_path / "bare"
-    train_example(bare, *ARGUMENTS, "--truth", str(bare), "--no-sentinel", faults=FAULTS, is_judged=False)
-    expected = truth(bare)
+    train(bare, *arguments, "--truth", str(bare), "--no-sentinel")
+    expected = truth(bare, num_ranks)
     norms = [float.fromhex(norm) for norm in expected[0]["norms"]]
     assert [step for step, norm in enumerate(norms) if not math.isfinite(norm)] == [SKIPPED]
     assert min(norm for norm in norms if math.isfinite(norm)) > 2 * CLIP
 
     seen = tmp_path / "seen"
-    run = train_example(
-        seen, *ARGUMENTS, "--truth", str(seen),
-        faults=FAULTS, config=EVERYTHING, is_judged=False,
-    )  # fmt: skip
+    run = train(seen, *arguments, "--truth", str(seen), config=EVERYTHING)
     off = tmp_path / "off"
-    train_example(
-        off, *ARGUMENTS, "--truth", str(off), faults=FAULTS, is_judged=False, environment={"SENTINEL_DISABLE": "1"}
-    )
+    train(off, *arguments, "--truth", str(off), environment={"SENTINEL_DISABLE": "1"})
 
-    assert truth(seen) == expected
-    assert truth(off) == expected
+    assert truth(seen, num_ranks) == expected
+    assert truth(off, num_ranks) == expected
     assert not (off / "run").exists()
-    for rank in range(4):
+    for rank in range(num_ranks):
         assert_wgrads_are_the_unclipped_truth(SaidSoFar(run.run_dir, rank), seen / f"rank{rank}", expected[rank]["names"])
 
 

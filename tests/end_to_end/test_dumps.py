@@ -109,7 +109,7 @@ def test_an_alarm_dumps_the_tensors_of_the_suspected_stage(tmp_path: Path) -> No
     fault = {"module": "blocks.3.mlp.fc1", "dp_rank": 1, "micro_step": 1, "steps": [6]}
     config = {"kinds": [], "allow_commands": ["DumpTensors"], "dump": {"first_n": 4}}
 
-    ended = train_example(tmp_path, "--steps", "40", "--step-time", "0.15", config=config, faults=[fault], pack=PACK)
+    ended = train_example(tmp_path, "--steps", "28", "--step-time", "0.25", config=config, faults=[fault], pack=PACK)
 
     dumps = sorted((ended.run_dir / "dumps").glob("attempt0/step*/rank*.safetensors"))
     assert dumps, ended.stderr[-3000:]

@@ -184,11 +184,13 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
             first.edit(kinds=["wgrad"], collect_times=5, black_box=False)  # changed before the end
             changed = first.obeyed(3, 20)
             first.edit(kinds=["wgrad", "dgrad"], collect_times=5, blak_box=False)  # broken: nothing changes
-            broken = wait_for(lambda: (status().get("config") or {}).get("problem"), timeout_s=150.0)
+            broken = wait_for(lambda: (status().get("config") or {}).get("problem"), timeout_s=150.0, interval_s=0.5)
             first.edit(kinds=["wgrad"], collect_times=5, black_box=True)  # restarted after collect_times
             again = first.obeyed(4, 20)
             first.edit(kinds=["param"], run="another")  # forbidden: nothing changes
-            forbidden = wait_for(lambda: "run cannot change" in status()["config"]["problem"], timeout_s=150.0)
+            forbidden = wait_for(
+                lambda: "run cannot change" in status()["config"]["problem"], timeout_s=150.0, interval_s=0.5
+            )
             first.edit(**off)
             last = first.obeyed(5, 20)
         recorded = {path: path.stat().st_size for path in (tmp_path / "run" / "spool").rglob("*.spool")}

@@ -14,7 +14,7 @@ from ..support.results import anomalies
 from ..support.warm import cli
 from .ranks import ROOT, train_example
 
-NUM_STEPS = 6
+NUM_STEPS = 3
 PACK = """
 rules:
   - name: any-gradient
@@ -39,13 +39,13 @@ def export(run_dir: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def true_norms(folder: Path) -> list[float]:
+def true_norms(folder: Path, num_ranks: int) -> list[float]:
     """Return the norm of the whole gradient of each step, from the norms of what each rank held of each parameter.
 
     Ranks hold copies, whose norms are equal to the last bit, or shards, whose norms are not.
     """
     held: dict[str, list[np.ndarray]] = {}
-    for rank in range(4):
+    for rank in range(num_ranks):
         names = json.loads((folder / f"rank{rank}.json").read_text())["names"]
         gradients = np.load(folder / f"rank{rank}.npz")["gradients"]
         for at, name in enumerate(names):
@@ -57,10 +57,22 @@ def true_norms(folder: Path) -> list[float]:
     return np.sqrt(np.sum(squares, axis=0)).tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("arguments", [(), ("--tp", "2")], ids=["pipeline x data parallel", "pipeline x tensor parallel"])
-def test_the_group_of_all_gradients_has_the_norm_of_the_whole(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    run = train_example(tmp_path, "--steps", str(NUM_STEPS), "--truth", str(tmp_path), *arguments, pack=PACK)
-    norms = true_norms(tmp_path)
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments"),
+    [
+        pytest.param(4, (), id="pipeline x data parallel"),
+        pytest.param(2, ("--pp", "1", "--tp", "2"), id="tensor parallel"),
+        # Of which each part is there alone too.
+        pytest.param(4, ("--tp", "2"), id="pipeline x tensor parallel", marks=pytest.mark.long),
+    ],
+)
+def test_the_group_of_all_gradients_has_the_norm_of_the_whole(
+    num_ranks: int, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = train_example(
+        tmp_path, "--steps", str(NUM_STEPS), "--truth", str(tmp_path), *arguments, num_ranks=num_ranks, pack=PACK
+    )
+    norms = true_norms(tmp_path, num_ranks)
     if not arguments:
         said = json.loads((tmp_path / "rank0.json").read_text())["norms"]
         assert norms == pytest.approx([float.fromhex(norm) for norm in said], rel=1e-5), "the trainer's own"

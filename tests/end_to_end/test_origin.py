@@ -30,7 +30,8 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
 @pytest.mark.parametrize(
     ("layout", "monitoring", "every", "options"),
     [
-        ("pp2dp2", "on", 11, ()),
+        # Monitored from the first step as the interleaved one, on the layout of the one that is monitored late.
+        pytest.param("pp2dp2", "on", 11, (), marks=pytest.mark.long),
         pytest.param("pp2dp2", "on", 13, ("--sudden",), marks=pytest.mark.long),
         ("pp2dp2", "late", 23, ()),
         pytest.param("pp2dp2", "late", 11, (), marks=pytest.mark.long),
@@ -39,7 +40,8 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
         pytest.param("interleaved", "on", 23, (), marks=pytest.mark.long),
         ("gpipe", "off", 29, ()),
         pytest.param("gpipe", "off", 23, (), marks=pytest.mark.long),
-        ("pp2tp2", "on", 14, ()),
+        ("pp2tp2", "on", 41, ()),
+        pytest.param("pp2tp2", "on", 14, (), marks=pytest.mark.long),
         pytest.param("pp2tp2", "off", 13, (), marks=pytest.mark.long),
     ],
 )

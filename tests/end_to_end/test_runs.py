@@ -43,7 +43,12 @@ def assert_all_was_judged(run_dir: Path, num_steps: int, num_ranks: int, expecte
 
 @pytest.mark.parametrize(
     ("arguments", "num_chunks"),
-    [((), 2), (("--schedule", "interleaved1f1b"), 4), (("--tp", "2"), 2)],
+    [
+        ((), 2),
+        (("--schedule", "interleaved1f1b"), 4),
+        # Rows of tensor-parallel ranks are counted one by one in tests/layouts.
+        pytest.param(("--tp", "2"), 2, marks=pytest.mark.long),
+    ],
     ids=["1f1b", "interleaved1f1b", "tensor-parallel"],
 )
 def test_rows_judged_are_rows_expected_on_every_layout(arguments: tuple[str, ...], num_chunks: int, tmp_path: Path) -> None:
@@ -112,7 +117,7 @@ def await_judged(run_dir: Path, num_steps: int, timeout_s: float = 60.0) -> None
     raise AssertionError(f"{num_steps} steps were not judged within {timeout_s:g} s")
 
 
-@pytest.mark.parametrize("healthy", [200, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("healthy", [100, pytest.param(500, marks=pytest.mark.long)])
 def test_nobody_is_paged_in_many_healthy_steps_and_a_fault_after_them_is_found(tmp_path: Path, healthy: int) -> None:
     num_steps = healthy + 5
     fault = {"module": "blocks.2.attn.proj", "micro_step": 1, "steps": [healthy + 1]}
