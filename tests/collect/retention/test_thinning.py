@@ -81,11 +81,11 @@ def test_rows_judged_and_rows_told_lost_are_the_rows_sent_and_every_step_is_ther
 def test_a_nan_survives_any_cap(tmp_path: Path, max_kib: int) -> None:
     run = small(tmp_path, max_kib=max_kib).plant(Nan(step=30, module=BAD))
     whole = SyntheticRun(tmp_path / "whole", layers=2, d_model=16, elements=4).plant(Nan(step=30, module=BAD))
-    run.write(3000)
+    run.write(1500)
     run.end()
     whole.write(60)
     whole.end()
-    sent = 3000 * run.rows_per_step
+    sent = 1500 * run.rows_per_step
 
     followed, views = read(run)
     _, expected = read(whole)
@@ -94,7 +94,8 @@ def test_a_nan_survives_any_cap(tmp_path: Path, max_kib: int) -> None:
     assert 30 in bad_steps(views)
     losses = followed.assembler.losses
     assert num_judged(views) + losses.num_rows == sent
-    assert len(views) + losses.num_steps_gone == 3000
+    assert len(views) + losses.num_steps_gone == 1500
+    assert losses.num_rows > sent / 4, "most was thinned"
     bad, first = (next(view for view in some if view.step == 30) for some in (views, expected))
     kept, all_rows = (view.rows[is_nonfinite(view.rows)] for view in (bad, first))
     assert np.array_equal(np.sort(kept["call_id"]), np.sort(all_rows["call_id"])), "all rows that are non-finite"
@@ -102,13 +103,13 @@ def test_a_nan_survives_any_cap(tmp_path: Path, max_kib: int) -> None:
 
 def test_a_run_that_is_nan_for_ever_keeps_where_it_began(tmp_path: Path) -> None:
     run = small(tmp_path, max_kib=192).plant(Nan(step=40, module=BAD, is_skipped=False))
-    run.write(2000)
+    run.write(1000)
     run.end()
 
     followed, views = read(run)
 
     assert bad_steps(views)[0] == 40
-    assert num_judged(views) + followed.assembler.losses.num_rows == 2000 * run.rows_per_step
+    assert num_judged(views) + followed.assembler.losses.num_rows == 1000 * run.rows_per_step
 
 
 def test_with_room_nothing_is_thinned_and_what_is_committed_goes_first(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_with_room_nothing_is_thinned_and_what_is_committed_goes_first(tmp_path:
     assert list_files(run.folder(0))[0] > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 4, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 4, 5))])
 def test_a_daemon_that_reads_while_files_are_thinned_counts_each_row_once(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     run = small(tmp_path, max_kib=rng.choice([128, 256, 512])).plant(Nan(step=100, module=BAD))
