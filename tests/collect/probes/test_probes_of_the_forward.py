@@ -59,8 +59,11 @@ class RoutedNet(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "all"])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+# Under checkpoints all kinds at once; each by itself, in the long form.
+@pytest.mark.parametrize(("reentrant", "kind"), [
+    pytest.param(reentrant, kind, marks=() if kind == "all" or reentrant is None else pytest.mark.long)
+    for reentrant in (None, False, True) for kind in [*KINDS, "all"]
+])  # fmt: skip
 def test_training_is_bit_identical(kind: str, reentrant: bool | None, run: Path) -> None:
     bare = RoutedNet(reentrant)
     model = copy.deepcopy(bare)
