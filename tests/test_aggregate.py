@@ -381,6 +381,7 @@ def test_what_is_no_aggregate_is_said(text: str, what: str) -> None:
         Aggregate.parse(text)
 
 
+@pytest.mark.slow
 def test_globs_match_as_fnmatch_does() -> None:
     rng = np.random.default_rng(8)
     num_matches = 0

@@ -77,6 +77,7 @@ def test_each_defect_has_a_test(number: int) -> None:
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 def test_nothing_that_comes_from_outside_is_evaluated() -> None:
     """Defect 29: no file of the package calls eval or exec, or loads a pickle but from the pipe of a process of its own."""
     calls = set()

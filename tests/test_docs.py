@@ -157,6 +157,7 @@ def test_tables_to_which_one_adds_are_where_the_architecture_says() -> None:
     assert all((DETECTORS, PROBES, ADAPTERS, VERBS))
 
 
+@pytest.mark.slow
 def test_messages_of_the_questions_are_those_of_the_code() -> None:
     said = "\n".join(texts_of_the_code())
     rows = re.findall(r"^\| (`[^|]*`) \|", (DOCS / "faq.md").read_text(), re.MULTILINE)

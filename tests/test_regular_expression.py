@@ -30,6 +30,7 @@ def expression(rng: random.Random, depth: int) -> str:
     return f"(?:{inner}){rng.choice(REPEATS)}"
 
 
+@pytest.mark.slow
 def test_it_says_what_re_says() -> None:
     rng = random.Random(7)
     num_matches = 0

@@ -50,6 +50,7 @@ def said(reader: Callable[[Path], str], path: Path) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
     ("text", "line", "message"),

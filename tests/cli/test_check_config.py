@@ -139,6 +139,7 @@ def test_whose_file_it_is_is_told_from_its_keys(
     assert json.loads(capsys.readouterr().out)["for"] == kind
 
 
+@pytest.mark.slow
 def test_a_file_that_nests_3000_levels_is_told_so_and_nothing_else_breaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

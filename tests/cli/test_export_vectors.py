@@ -55,6 +55,7 @@ def test_a_vector_has_its_canonical_name_and_all_values(tmp_path: Path, capsys: 
     assert histogram["values"] == [1, 2**53, 0] and histogram["edges"] == [-1.0, 0.0, 1e-7, 1.0]
 
 
+@pytest.mark.slow
 def test_parquet_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(staged_run(tmp_path / "run"), 300)
     expected = exported_rows(capsys, tmp_path / "run", "--vectors")

@@ -19,6 +19,7 @@ from sentinel.rules.language.notation import BadNotation, expand
 PACK_TESTS = sorted((Path(__file__).parents[1] / "rules" / "packs").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PACK_TESTS, ids=lambda path: path.stem)
 def test_packs_that_come_with_sentinel_pass_their_tests(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["rules", "test", str(path), "--json"]) == 0

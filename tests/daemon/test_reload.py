@@ -80,6 +80,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("broken", "what"), BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_configuration_changes_nothing_and_is_said(tmp_path: Path, broken: str, what: str) -> None:
     with Receiver().running() as receiver, reloadable(tmp_path, webhook(receiver.url)) as (daemon, path):

@@ -23,6 +23,7 @@ def run_of(directory: Path, **options: int) -> SyntheticRun:
     return SyntheticRun(directory, layers=2, d_model=16, elements=8, **options)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_one_incident_that_names_the_rank(tmp_path: Path) -> None:
     source = run_of(tmp_path / "run", dp=4).plant(BitFlip(step=20, module="layers.1.mlp", rank=2))
     source.write(60)

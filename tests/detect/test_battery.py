@@ -62,13 +62,18 @@ def detector(request: pytest.FixtureRequest) -> Any:
     return CASES[request.param]
 
 
-@pytest.mark.parametrize("check", BATTERY, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [*BATTERY[:2], *(pytest.param(check, marks=pytest.mark.slow) for check in BATTERY[2:])],
+    ids=lambda check: check.__name__,
+)
 def test_what_every_detector_owes(detector, check):
     is_alone = type(detector).__name__ not in TOGETHER and not getattr(detector, "common", False)
 
     check(DetectorUnderTest(detector, is_alone=is_alone, has_raw_values=True))
 
 
+@pytest.mark.slow
 def test_growing_leaves_old_series_alone_and_new_ones_are_as_good_as_new(detector):
     values = DetectorUnderTest(detector, has_raw_values=True).values()
     state = detector.state(5)
@@ -223,6 +228,7 @@ SCALED = [name for name in SHIFTING if name not in WITH_LIMIT]
 """Those without a limit in the unit of the values."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCALED, "DeadTensor"])
 def test_the_unit_of_the_values_is_of_no_account(name, rng):
     values = 1e-3 * np.exp(0.1 * rng.standard_normal((260, 6)))

@@ -157,6 +157,7 @@ def test_what_began_anew_is_measured_anew(judged):
     assert not np.array(flagged).any()
 
 
+@pytest.mark.slow
 def test_a_plateau_is_half_of_a_life_without_improvement(rng):
     loss = decaying(rng, 3000)
     loss[1000:, :2] = 3.0 * np.exp(0.02 * rng.standard_normal((2000, 2)))

@@ -120,6 +120,7 @@ def test_scores_are_finite_and_not_negative(detector, rng):
     assert (scores >= 0).all()
 
 
+@pytest.mark.slow
 def test_wild_points_are_seen_at_all(detector, rng):
     """The control of every test here that expects silence."""
     scores, _ = run(detector, points_of(detector, rng, 60, wild=True))
@@ -127,6 +128,7 @@ def test_wild_points_are_seen_at_all(detector, rng):
     assert (scores >= 1.0).any()
 
 
+@pytest.mark.slow
 def test_members_that_are_alike_are_never_accused(detector, rng):
     scores, _ = run(detector, points_of(detector, rng, 60, wild=False))
 
@@ -140,6 +142,7 @@ def test_a_group_of_one_accuses_nobody(detector, rng):
     assert (scores < 1.0).all()
 
 
+@pytest.mark.slow
 def test_replay_is_identical(detector, rng):
     points = points_of(detector, rng, 60, wild=True)
 
@@ -150,6 +153,7 @@ def test_replay_is_identical(detector, rng):
     assert all(np.array_equal(state[name], state_again[name], equal_nan=True) for name in state)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(detector, rng):
     _, early = run(detector, points_of(detector, rng, 10, wild=True))
     _, late = run(detector, points_of(detector, rng, 100, wild=True))
@@ -157,6 +161,7 @@ def test_memory_is_bounded(detector, rng):
     assert state_bytes(early) == state_bytes(late) <= 256 * sum(SIZES)
 
 
+@pytest.mark.slow
 def test_the_order_of_members_is_of_no_account(detector, rng):
     points = points_of(detector, rng, 60, wild=True)
     order = rng.permutation(sum(SIZES))
@@ -167,6 +172,7 @@ def test_the_order_of_members_is_of_no_account(detector, rng):
     assert np.array_equal(straight[:, order], shuffled)
 
 
+@pytest.mark.slow
 def test_groups_are_independent(detector, rng):
     points = points_of(detector, rng, 60, wild=True)
     mine = members_of(points[0][1])[3]
@@ -177,6 +183,7 @@ def test_groups_are_independent(detector, rng):
     assert np.array_equal(together[:, mine], alone)
 
 
+@pytest.mark.slow
 def test_a_restored_state_goes_on_identically(detector, rng):
     points = points_of(detector, rng, 60, wild=True)
 

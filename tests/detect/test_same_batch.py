@@ -30,6 +30,7 @@ def test_one_batch_again_and_again_is_told_at_its_ninth_step(rng):
     assert np.flatnonzero(scores >= 1.0)[0] == AT + SameBatch().lasting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

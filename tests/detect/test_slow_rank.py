@@ -268,12 +268,14 @@ def by_turns(straggler: int | None, size: float = 3.0) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_that_are_late_by_turns_are_told_once_and_not_each_time() -> None:
     reported = by_turns(None)
 
     assert 1 <= len(reported) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "within"), [(3.0, 12), (12.0, 3)])
 def test_a_straggler_among_ranks_that_are_late_by_turns_is_told(size: float, within: int) -> None:
     found = [(step, rank) for step, rank in by_turns(1, size) if step >= 300]

@@ -60,6 +60,7 @@ def test_is_a_liveness_detector(detector: Any) -> None:
     assert detector.declares.summary and detector.declares.statistics
 
 
+@pytest.mark.slow
 def test_scores_are_finite_and_change_nothing(detector: Any) -> None:
     rng = np.random.default_rng(3)
     state = learned(detector, 12)
@@ -78,6 +79,7 @@ def test_scores_are_finite_and_change_nothing(detector: Any) -> None:
     assert num_blamed > 50
 
 
+@pytest.mark.slow
 def test_the_order_of_ranks_and_the_zero_of_the_clock_are_of_no_account(detector: Any) -> None:
     rng = np.random.default_rng(4)
     state = learned(detector, 12)

@@ -191,6 +191,7 @@ def test_a_restless_loss_without_such_a_rise_is_left_alone(rng):
     assert not flags(GradNormSpike(), np.exp(0.5 * rng.standard_normal(20_000))).any()
 
 
+@pytest.mark.slow
 def test_a_spike_after_six_decades_of_descent_is_seen(rng):
     loss = 10.0 ** (-6.0 * np.arange(3000) / 3000) * np.exp(0.05 * rng.standard_normal(3000))
     loss[2700] *= 3.0
@@ -218,6 +219,7 @@ def test_a_step_of_the_level_is_no_noise(rng):
     assert np.flatnonzero(flags(LossSpike(), loss)).tolist() == [340]
 
 
+@pytest.mark.slow
 def test_printed_digits_near_zero_are_no_spike(rng):
     loss = np.round(6e-4 * rng.gamma(8.0, 0.125, 3000), 3)
     loss[2500] = 0.02
@@ -241,6 +243,7 @@ def test_a_healthy_run_of_56_000_rows_is_left_alone(kind, rng):
     assert not feed_at_once(LossSpike(), loss).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("channel", "detector"), [("loss", LossSpike()), ("grad_norm", GradNormSpike())])
 def test_labelled_logs(channel, detector):
     """weighted recall >= 0.98 at no lenient false alarm, and 3.0 strict ones in 10,000 rows (norms: 1.5)."""

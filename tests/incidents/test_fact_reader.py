@@ -134,6 +134,7 @@ def test_upstream_is_held_against_the_other_replicas(tmp_path: Path) -> None:
     assert FactReader().read(steps.view(3), (), ()).first_bad == ()
 
 
+@pytest.mark.slow
 def test_one_bit_on_one_of_two_replicas_is_hardware_and_weights_loaded_anew_are_the_program(tmp_path: Path) -> None:
     steps = Steps(tmp_path, dp=2)
 
@@ -150,6 +151,7 @@ def test_one_bit_on_one_of_two_replicas_is_hardware_and_weights_loaded_anew_are_
     assert steps.judged(12, 4, None) == []
 
 
+@pytest.mark.slow
 def test_batch_names_the_samples_of_the_replica_that_moved(tmp_path: Path) -> None:
     steps = Steps(tmp_path, dp=2)
 
@@ -182,6 +184,7 @@ def test_ranks_whose_own_part_moved(own: dict[int, float], value: float, moved: 
     assert moved_ranks(own, value, 2.0) == moved
 
 
+@pytest.mark.slow
 def test_parts_of_a_norm_are_held_against_their_share(tmp_path: Path) -> None:
     steps = Steps(tmp_path, dp=4)
 
@@ -226,6 +229,7 @@ def test_one_element_that_is_nearly_all_of_a_weight_is_read_where_something_is_a
     assert "no update reaches that" in " ".join(found[-1].evidence)
 
 
+@pytest.mark.slow
 def test_an_output_that_strays_is_held_against_the_other_replicas(tmp_path: Path) -> None:
     steps = Steps(tmp_path, dp=3)
 

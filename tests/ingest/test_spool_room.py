@@ -61,6 +61,7 @@ def test_what_was_judged_does_not_wait(tmp_path: Path) -> None:
     assert fullest(run.directory) is None
 
 
+@pytest.mark.slow
 def test_past_the_cap_it_is_said_that_rows_go(tmp_path: Path) -> None:
     run = capped(tmp_path, 2**18, 400)
 

@@ -379,6 +379,7 @@ def disorder(run: SyntheticRun, rng: random.Random, followed: FollowedRun | None
             followed.listen(now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_replay_is_identical(run_dir: Path, seed: int) -> None:
     run = SyntheticRun(run_dir, pp=2, dp=2, layers=2, elements=4)

@@ -41,6 +41,7 @@ def judge_all(judge: Judge, views: list[ClosedStep]) -> list[Judgement]:
     return judgements
 
 
+@pytest.mark.slow
 def test_the_same_steps_give_the_same_verdicts(views: list[ClosedStep]) -> None:
     first, second = (judge_all(Judge(load_pack()), views) for _ in range(2))
 
@@ -70,6 +71,7 @@ def test_anomalies_come_in_total_order_with_the_records_time(views: list[ClosedS
         assert all(min(times) <= one.time <= max(times) for one in judgement.anomalies)
 
 
+@pytest.mark.slow
 def test_the_same_rules_again_change_nothing(views: list[ClosedStep]) -> None:
     whole = judge_all(Judge(load_pack()), views)
     judge = Judge(load_pack())

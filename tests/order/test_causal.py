@@ -523,6 +523,7 @@ def test_weights_precede_the_forward_of_their_own_stage_and_what_follows():
     assert happens_before(weight, a_nan("dgrad", depth=0))
 
 
+@pytest.mark.slow
 def test_first_causes_are_near_linear():
     many = [
         a_nan(

@@ -122,6 +122,7 @@ def huge_run(name="huge", **changes):
     return msgspec.structs.replace(HUGE, run=name, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_runs", [0, 1, 3, 100, 130])
 def test_metrics_within_budget_of_the_whole_daemon(num_runs):
     runs = tuple(huge_run(f"run-{number:03}", last_record_time=float(number)) for number in range(num_runs))
@@ -176,6 +177,7 @@ def test_runs_that_left_are_forgotten():
     assert collector._rooms.keys() == {"new"}
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_has_its_details_before_those_that_ended():
     ended = tuple(huge_run(f"ended-{number}", ranks={"missing": 4096}, last_record_time=2e9) for number in range(99))
 

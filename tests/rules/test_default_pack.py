@@ -68,6 +68,7 @@ def judged(paper_run):
     return found, engine
 
 
+@pytest.mark.slow
 def test_healthy_steps_are_silent_and_all_are_judged(said):
     found, engine = said
 

@@ -299,6 +299,7 @@ def test_a_detector_that_fails_silences_its_own_rule_and_says_so(own: Path, capl
     assert caplog.text.count(said) == 1
 
 
+@pytest.mark.slow
 def test_the_pages_test_of_rules_passes_and_would_fail_without_the_spike(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "tests.yaml"
     file.write_text(blocks("yaml", "a spike pages"))

@@ -363,6 +363,7 @@ def encode(found):
     return [msgspec.json.encode(a) for a in found]
 
 
+@pytest.mark.slow
 def test_replay_is_identical(paper_run, with_nan):
     def whole():
         engine = Engine(load_pack())

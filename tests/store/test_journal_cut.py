@@ -104,6 +104,7 @@ def test_a_message_that_waits_stays_however_old(tmp_path):
     journal.close()
 
 
+@pytest.mark.slow
 def test_a_turn_deletes_so_much_and_a_restart_goes_on_with_it(tmp_path):
     journal = filled(tmp_path, 2 * ROWS_PER_TURN)
     cut_twice(journal)

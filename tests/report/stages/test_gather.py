@@ -32,6 +32,7 @@ def storm(bench, num, seconds, at_once=1, **fields):
     bench.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_runs", "fields"), [(8, {}), (1, {}), (1, {"severity": Severity.CRITICAL}), (1, PAGE), (8, PAGE)]
 )

@@ -147,6 +147,7 @@ def _next(incident, **fields):
     return msgspec.structs.replace(incident, revision=incident.revision + 1, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(25))
 def test_whatever_happens_nothing_is_lost_and_nothing_false_is_told(seed, tmp_path):
     fleet = Fleet(seed, tmp_path)

@@ -324,6 +324,7 @@ def drive(engine: Engine, run: Any, seed: int, first: int, last: int) -> list[An
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 30, 59, 77, 111, 149])
 def test_a_restored_engine_goes_on_exactly(paper_run, cut):
     run = paper_run(TENSORS)
@@ -379,10 +380,10 @@ def test_every_series_detector_judges_groups(paper_run, with_nan, rng, detector)
     args = {"above": 10.0} if detector == "Threshold" else {}
     rule = group_rule("layers.{}.*", "*", detector=detector, statistic=("norm", "kurtosis"), args=args)
     engine, twin = engine_of(rule), engine_of(rule)
-    for step in range(90):
-        norms = noisy(rng) * (1e3 if step == 70 else 1)
-        spoil = (lambda rank, rows: with_nan(rows, 2)) if step in (60, 61, 62) else None
-        keep = [] if step == 65 else None
+    for step in range(64):
+        norms = noisy(rng) * (1e3 if step == 56 else 1)
+        spoil = (lambda rank, rows: with_nan(rows, 2)) if step in (48, 49, 50) else None
+        keep = [] if step == 53 else None
         view = run.view(step, norms, change=spoil, keep=keep)
         found = engine.judge(view)
         if step % 10 == 0:

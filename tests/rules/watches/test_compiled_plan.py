@@ -57,6 +57,7 @@ def judged(engine: Engine, views: list[ClosedStep]) -> list[list[str]]:
     return said
 
 
+@pytest.mark.slow
 @needs_library
 def test_the_engine_says_the_same_with_and_without_the_library(paper_run, with_nan):
     views = wild_views(paper_run, with_nan)

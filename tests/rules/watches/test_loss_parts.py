@@ -41,6 +41,7 @@ def test_the_losses_of_several_players_are_sides(names, expected):
     assert sides(names) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("climb", "other", "is_reported"), [(1.3, 1.0, False), (1.3, 1.3, True), (4.0, 1.0, True)])
 def test_a_side_that_sways_alone_is_a_note_until_it_is_far(paper_run, rng, climb, other, is_reported):
     run = paper_run([("layers.0", "param")])
@@ -55,6 +56,7 @@ def test_a_side_that_sways_alone_is_a_note_until_it_is_far(paper_run, rng, climb
     assert any(a.severity is not Severity.INFO for a in found) == is_reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rises", "falls", "severity"),
     [
@@ -79,6 +81,7 @@ def test_a_part_that_rises_while_another_loss_improves_is_a_note(paper_run, rng,
     assert max(a.severity.level for a in found) == severity.level
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stalls", "diverges", "severity"),
     [(True, False, Severity.INFO), (False, True, Severity.WARNING)],

@@ -84,6 +84,7 @@ def test_a_daemon_that_comes_late_tells_all_that_was_lost_at_once(lossy: Lossy) 
     assert lossy.followed.assembler.losses.num_rows == onset.value
 
 
+@pytest.mark.slow
 def test_a_live_loss_is_told_at_its_first_step_and_its_sum_at_its_end(lossy: Lossy) -> None:
     lossy.write(5)
     assert lossy.judge() == []
@@ -100,6 +101,7 @@ def test_a_live_loss_is_told_at_its_first_step_and_its_sum_at_its_end(lossy: Los
     assert f"{end.value:,.0f}" in end.message and "steps 5 to 8" in end.message
 
 
+@pytest.mark.slow
 def test_losses_with_pauses_between_are_one_episode(lossy: Lossy) -> None:
     reported = []
     for _ in range(8):
@@ -181,6 +183,7 @@ def test_decisions_say_what_was_lost_so_that_a_replay_does(lossy: Lossy) -> None
     assert {one.ranks[0].lost_to for one in again[2:]} == {"cap"}
 
 
+@pytest.mark.slow
 def test_a_restored_watch_goes_on_as_the_other_would(lossy: Lossy) -> None:
     lossy.write(3)
     lossy.write(2, lossy=(0,))

@@ -122,6 +122,7 @@ def test_a_world_of_another_size_begins_anew(paper_run, engine):
     assert [one.rank for one in judge(engine, smaller, range(30, 40), SLOW)] == [2]
 
 
+@pytest.mark.slow
 def test_a_restart_changes_no_anomaly(paper_run):
     run = paper_run([("w", "param")], num_ranks=4)
     straight, stopped, resumed = Engine(load_pack()), Engine(load_pack()), Engine(load_pack())

@@ -47,6 +47,7 @@ def judge(pack, path):
     return found, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2, 5])
 def test_two_percent_shows_beside_reference_runs_and_a_bad_batch_is_no_fault(num, rng, tmp_path):
     loss = make_runs(rng, num + 1)
@@ -67,6 +68,7 @@ def test_two_percent_shows_beside_reference_runs_and_a_bad_batch_is_no_fault(num
     assert by_step[OWN].baseline == pytest.approx(loss[0, OWN] / 1.025, rel=0.01)
 
 
+@pytest.mark.slow
 def test_reference_runs_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, tmp_path, caplog):
     loss = make_runs(rng, 5)
     loss[0, OWN] *= 1.03
@@ -87,6 +89,7 @@ def test_reference_runs_that_lack_steps_log_seldom_or_hold_nan_do_no_harm(rng, t
     assert said(caplog) == []
 
 
+@pytest.mark.slow
 def test_reference_runs_on_other_data_say_nothing(rng, tmp_path):
     own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
     strangers = [write_log(tmp_path / f"{i}.csv", make_runs(np.random.default_rng(i), 1)[0]) for i in range(3)]
@@ -102,6 +105,7 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "sentinel.rules"]
 
 
+@pytest.mark.slow
 def test_reference_runs_that_do_not_follow_are_said_once_and_while_it_lasts(rng, tmp_path, caplog):
     own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
     others = [write_log(tmp_path / f"{i}.csv", make_runs(rng, 1)[0]) for i in range(2)]
@@ -115,6 +119,7 @@ def test_reference_runs_that_do_not_follow_are_said_once_and_while_it_lasts(rng,
     assert [text] == [f"rules: {one}" for one in judge.blindness]
 
 
+@pytest.mark.slow
 def test_reference_runs_without_a_step_or_a_scalar_of_the_run_are_said(rng, tmp_path, caplog):
     loss = make_runs(rng, 2)
     own = write_log(tmp_path / "own.csv", loss[0])
@@ -130,6 +135,7 @@ def test_reference_runs_without_a_step_or_a_scalar_of_the_run_are_said(rng, tmp_
     assert "the runs under reference log no loss, but grad_norm" in lacking
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 5])
 def test_nothing_is_said_of_reference_runs_that_follow(num, rng, tmp_path, caplog):
     loss = make_runs(rng, num + 1)
@@ -180,6 +186,7 @@ def test_what_is_wrong_with_a_reference_is_said_with_its_line(text, line, says, 
         load_pack([rules])
 
 
+@pytest.mark.slow
 def test_a_snapshot_goes_on_beside_the_reference_runs(rng, tmp_path):
     loss = make_runs(rng, 4)
     loss[0, OWN] *= 1.03
@@ -198,6 +205,7 @@ def test_a_snapshot_goes_on_beside_the_reference_runs(rng, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_run_itself_as_its_reference_run_is_told_once(rng, tmp_path, caplog):
     own = write_log(tmp_path / "own.csv", make_runs(rng, 1)[0])
 
@@ -210,6 +218,7 @@ def test_the_run_itself_as_its_reference_run_is_told_once(rng, tmp_path, caplog)
     assert [(a.step, a.severity, a.reference_score) for a in found] == [(BATCH, Severity.CRITICAL, None)]
 
 
+@pytest.mark.slow
 def test_one_step_below_the_reference_runs_is_shown_and_pages_nobody(rng, tmp_path):
     loss = make_runs(rng, 6)
     loss[0, OWN] *= 0.95

@@ -25,6 +25,7 @@ def drifts(path, steps, loss, lr=None):
     return found, rows
 
 
+@pytest.mark.slow
 def test_a_resume_and_a_restarted_rate_are_no_drift(tmp_path, rng):
     falls = 2.0 + 3.0 * np.exp(-np.arange(420) / 60.0)
     loss = np.concatenate([falls, falls[60:180]]) * np.exp(0.01 * rng.standard_normal(540))
