@@ -28,8 +28,14 @@ class WaitingAlert(Protocol):
         ...
 
     @property
+    def tries(self) -> int:
+        """Deliveries of it that may have been received: above 0, it is sent as a repeat."""
+        ...
+
+    @property
     def delivery(self) -> str:
-        """The delivery that was begun with it, and of which nobody knows whether it was received; empty: there is none."""
+        """The delivery that was begun with it, and of which nobody knows whether it was received; empty: there is none, or
+        nobody knows which."""
         ...
 
 
@@ -107,6 +113,7 @@ class MemoryRow(msgspec.Struct, kw_only=True):
     topic: str
     body: bytes
     due: float = 0.0
+    tries: int = 0
     delivery: str = ""
     outcome: str = ""
 
@@ -166,7 +173,8 @@ class MemoryOutbox:
         """Note which delivery each position is part of."""
         with self._mutex:
             for position, delivery in deliveries.items():
-                self.rows[position].delivery = delivery
+                row = self.rows[position]
+                row.delivery, row.tries = delivery, row.tries + 1
 
     def finish_delivery(self, positions: Sequence[int], outcome: str, told: Sequence[ToldAlert] = ()) -> None:
         """Write the outcome, and what the sink knows now."""
@@ -181,7 +189,9 @@ class MemoryOutbox:
         with self._mutex:
             for position in positions:
                 row = self.rows[position]
-                row.due, row.delivery = due, row.delivery if is_unknown else ""
+                row.due = due
+                if not is_unknown:
+                    row.delivery, row.tries = "", 0
 
     def told(self, topic: str) -> list[bytes]:
         """Return what the sink was told."""

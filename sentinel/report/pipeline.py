@@ -269,7 +269,7 @@ class SinkWorker:
             positions=[row.position],
             since=alert.created,
             delivery=row.delivery,
-            is_maybe_received=bool(row.delivery),
+            is_maybe_received=row.tries > 0,
             num_failures=self._failures.get(row.position, 0),
         )
 

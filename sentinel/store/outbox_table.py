@@ -28,7 +28,7 @@ class Outgoing:
     """Which worker takes it: `alert` or `escalation`."""
     body: bytes
     tries: int = 0
-    """Deliveries that may have begun before it was queued: above 0, it is sent as a repeat."""
+    """Deliveries that may have been received before it was queued: above 0, it is sent as a repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Waiting:
     key: str
     body: bytes
     tries: int
-    """Deliveries begun so far."""
+    """Deliveries begun of which nobody knows whether they were received: above 0, it is sent as a repeat."""
     delivery: str = ""
     """The delivery that was begun with it, and of which nobody knows whether it was received; empty: there is none."""
 
@@ -106,7 +106,7 @@ class OutboxTable:
 
     def postpone_delivery(self, positions: Sequence[int], due: float, *, is_unknown: bool = False) -> None:
         """Try these again from `due` on, seconds since the epoch. is_unknown: they may have been received."""
-        forget = "" if is_unknown else ", delivery = ''"
+        forget = "" if is_unknown else ", delivery = '', tries = 0"
         with self._file.mutex, self._file.transaction():
             self._file.db.executemany(
                 f"UPDATE outbox SET due = ?{forget} WHERE position = ?", [(due, at) for at in positions]

@@ -23,7 +23,8 @@ class Salvage:
     """Rows of a journal, in the order in which they were read."""
 
     outbox: list[tuple[Any, ...]] = field(default_factory=list)
-    """(key, topic, body, tries, due, outcome); what was sent too, so that no key is queued twice."""
+    """(key, topic, body, tries, due, delivery, outcome); what was sent too, so that no key is queued twice, and what may have
+    been received, so that it is sent again as a repeat."""
     audit: list[tuple[Any, ...]] = field(default_factory=list)
     """(time, actor, action, body)"""
     packs: list[tuple[Any, ...]] = field(default_factory=list)
@@ -44,7 +45,10 @@ class Salvage:
     def inserts(self) -> list[tuple[str, list[tuple[Any, ...]]]]:
         """The statements that write all of it into a new journal, each with its rows."""
         return [
-            ("INSERT OR IGNORE INTO outbox(key, topic, body, tries, due, outcome) VALUES(?, ?, ?, ?, ?, ?)", self.outbox),
+            (
+                "INSERT OR IGNORE INTO outbox(key, topic, body, tries, due, delivery, outcome) VALUES(?, ?, ?, ?, ?, ?, ?)",
+                self.outbox,
+            ),
             ("INSERT INTO audit(time, actor, action, body) VALUES(?, ?, ?, ?)", self.audit),
             ("INSERT OR IGNORE INTO packs VALUES(?, ?)", self.packs),
             ("INSERT OR REPLACE INTO meta VALUES(?, ?)", self.facts),
@@ -78,7 +82,10 @@ def salvaged(path: Path) -> Salvage:
     """Return what can be read of a journal, whatever its state; nothing of it is interpreted."""
     found = Salvage()
     queries = {
-        "outbox": ("SELECT key, topic, body, tries, due, outcome FROM outbox ORDER BY position", found.outbox),
+        "outbox": (
+            f"SELECT key, topic, body, tries, due, {_delivery_of(path)}, outcome FROM outbox ORDER BY position",
+            found.outbox,
+        ),
         "audit": ("SELECT time, actor, action, body FROM audit ORDER BY position", found.audit),
         "packs": ("SELECT hash, body FROM packs", found.packs),
         "meta": (f"SELECT key, value FROM meta WHERE key LIKE 'fact:%' AND key NOT IN ({_OF_FILES})", found.facts),
@@ -96,6 +103,16 @@ def salvaged(path: Path) -> Salvage:
         except sqlite3.Error:
             found.unread.append(table)
     return found
+
+
+def _delivery_of(path: Path) -> str:
+    """Return what to select as the delivery of a row: a journal of an earlier version has no such column."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            columns = {row[1] for row in db.execute("PRAGMA table_info(outbox)")}
+    except sqlite3.Error:
+        return "delivery"  # nothing of the table can be read, which the query is to find out
+    return "delivery" if "delivery" in columns else "''"
 
 
 def set_aside(path: Path, suffix: str) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from sentinel.testing import Nan
 
 from ..support.results import incidents, result_bytes
 from ..support.serving import NOW, catch_up, loaded_packs, served, small_run
+from ..support.sink_bench import FakeSink, SinkBench
 
 pytestmark = pytest.mark.slow
 
@@ -102,13 +104,23 @@ def sent(run: Path) -> list[str]:
     return [row.key for row in waiting]
 
 
-def tries(run: Path) -> list[int]:
-    """Return, of each message that waits, how often it may have been sent."""
-    journal = Journal(journal_file(run), read_only=True)
-    try:
-        return [row.tries for row in journal.outbox.waiting("alert:hook", 1e12, 10_000)]
-    finally:
-        journal.close()
+def begun(run: Path) -> set[str]:
+    """Have every message that waits have left, with no answer to it, and return their keys."""
+    journal = Journal(journal_file(run))
+    waiting = journal.outbox.waiting("alert:hook", 1e12, 10_000)
+    journal.outbox.begin_delivery({row.position: f"{row.key}\n" for row in waiting})
+    journal.close()
+    return {row.key for row in waiting}
+
+
+def told(run: Path) -> dict[str, bool]:
+    """Send what waits; return the key of each message, and whether it says that it may have been received before."""
+    journal = Journal(journal_file(run))
+    bench = SinkBench(FakeSink(), journal.outbox, route=HOOK.route)
+    bench.sink.name, bench.now = "hook", time.time() + 3600.0
+    bench.run()
+    journal.close()
+    return {alert.key: alert.repeated for alerts in bench.sink.received for alert in alerts}
 
 
 def flip(path: Path, offset: int, num_bytes: int = 64) -> None:
@@ -218,9 +230,35 @@ def test_what_waited_to_be_sent_waits_still(tmp_path, recorded):
     assert alert_keys(run) == waiting
 
 
+@pytest.mark.parametrize("has_deliveries", [True, False])
+def test_what_had_left_without_an_answer_is_sent_as_a_repeat_behind_a_repair_too(tmp_path, recorded, has_deliveries):
+    run = recorded.copy(tmp_path, 60)
+    left = begun(run)
+    if not has_deliveries:  # A journal of an earlier version.
+        with closing(sqlite3.connect(journal_file(run), isolation_level=None)) as db:
+            db.execute("ALTER TABLE outbox DROP COLUMN delivery")
+    damage_version(run)
+
+    repaired(run)
+
+    found = told(run)
+    assert found and set(found) <= left
+    assert set(found.values()) == {True}
+
+
+def test_what_had_not_left_is_no_repeat_behind_a_repair(tmp_path, recorded):
+    run = recorded.copy(tmp_path, 60)
+    damage_version(run)
+
+    repaired(run)
+
+    found = told(run)
+    assert found and set(found.values()) == {False}
+
+
 def test_what_the_files_lack_is_added_and_told(tmp_path, recorded):
     run = recorded.copy(tmp_path, 40)
-    told = sent(run)
+    known = sent(run)
     recorded.goes_on(run, 90)
     remove(run)
 
@@ -229,15 +267,15 @@ def test_what_the_files_lack_is_added_and_told(tmp_path, recorded):
 
     assert result.num_new_anomalies > 0
     assert result_bytes(run) == recorded.result
-    assert tries(run) == [1] * len(alert_keys(run))
-    assert [*told, *sent(run)] == recorded.alert_keys
+    assert [*known, *alert_keys(run)] == recorded.alert_keys
+    assert set(told(run).values()) == {True}, "what is sent of it may have been sent before"
 
 
 def test_an_open_incident_that_the_spool_no_longer_explains_stays_open(tmp_path, recorded):
     run = recorded.copy(tmp_path, 60)
     before = {one.id: one for one in incidents(run)}
     still_open = [one for one in before.values() if one.state == "open"]
-    told = sent(run)
+    known = sent(run)
     shutil.rmtree(run / "spool")
     (run / "spool").mkdir(mode=0o700)
     damage_header(run)
@@ -254,7 +292,7 @@ def test_an_open_incident_that_the_spool_no_longer_explains_stays_open(tmp_path,
     assert {one: incident.state for one, incident in after.items()} == {one: old.state for one, old in before.items()}
     assert after[still_open[0].id].revision == still_open[0].revision + 1
     assert "whether it goes on is not known" in after[still_open[0].id].evidence[-1]
-    assert not set(alert_keys(run)) & set(told)
+    assert not set(alert_keys(run)) & set(known)
 
 
 def test_a_dry_run_changes_nothing(tmp_path, recorded):

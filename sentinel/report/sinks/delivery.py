@@ -274,7 +274,11 @@ class HttpPoster:
         except requests.exceptions.ConnectTimeout:
             return Delivery(outcome="retry", detail=f"{where}: no connection within {self._connect_timeout_s:g} s")
         except requests.exceptions.Timeout:
-            return Delivery(outcome="retry", detail=f"{where}: no answer within {self._timeout_s:g} s", is_unknown=True)
+            # Not while TLS still shook hands: nothing was sent yet.
+            is_unknown = request.was_connected
+            return Delivery(
+                outcome="retry", detail=f"{where}: no answer within {self._timeout_s:g} s", is_unknown=is_unknown
+            )
         except requests.exceptions.ConnectionError as error:
             was_refused = any(isinstance(cause, urllib3.exceptions.NewConnectionError) for cause in _causes(error))
             is_tls = isinstance(error, requests.exceptions.SSLError)

@@ -93,5 +93,5 @@ def superseding(one: Pending, older: Pending) -> Pending:
         positions=one.positions + older.positions,
         since=min(one.since, older.since),
         num_failures=max(one.num_failures, older.num_failures),
-        is_maybe_received=one.is_maybe_received or older.is_maybe_received,
+        is_maybe_received=one.is_maybe_received,
     )
