@@ -23,8 +23,8 @@ class Salvage:
     """Rows of a journal, in the order in which they were read."""
 
     outbox: list[tuple[Any, ...]] = field(default_factory=list)
-    """(key, topic, body, tries, due, delivery, outcome); what was sent too, so that no key is queued twice, and what may have
-    been received, so that it is sent again as a repeat."""
+    """(key, topic, body, tries, due, delivery, outcome); what was sent too, so that no key is queued twice, and what may
+    have been received, so that it is sent again as a repeat."""
     audit: list[tuple[Any, ...]] = field(default_factory=list)
     """(time, actor, action, body)"""
     packs: list[tuple[Any, ...]] = field(default_factory=list)
