@@ -2,7 +2,7 @@
 
     python benchmarks/healthy.py --keep DIR                  # records what DIR lacks, then judges all of it again
     python benchmarks/healthy.py --keep DIR --rules PATH     # by other rules, merged over the default pack
-    python benchmarks/healthy.py --short                     # two models, 150 steps, in a directory of its own
+    python benchmarks/healthy.py --short                     # two models, 80 steps, in a directory of its own
 
 A recording is a spool as any run leaves it; judging is that of `sentinel replay --recompute`. Every row that was sent is
 judged (asserted). The fault that is planted in the last steps must be found by the same judge: silence alone proves nothing.

@@ -56,7 +56,8 @@ def run(home: Path, *arguments: str, mask: int = 0o022, environment: dict[str, s
     return done
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o027, 0o077])
+# The widest and the narrowest; between them lie the others.
+@pytest.mark.parametrize("mask", [0o000, *(pytest.param(mask, marks=pytest.mark.long) for mask in (0o002, 0o027)), 0o077])
 def test_a_command_is_watched_whatever_the_umask(mask: int, tmp_path: Path) -> None:
     home = tmp_path / "new" / "runs"
     home.parent.mkdir()
@@ -186,9 +187,9 @@ def test_a_port_in_use_costs_the_port_alone(tmp_path: Path) -> None:
     "body",
     [
         "raise RuntimeError('no')",
-        "import sys; sys.exit(5)",
+        pytest.param("import sys; sys.exit(5)", marks=pytest.mark.long),  # an exception, as the first
         "x = 1",
-        "import os; os._exit(5)",
+        pytest.param("import os; os._exit(5)", marks=pytest.mark.long),  # the end of a process, as the last
         "import ctypes; ctypes.string_at(0)",
     ],
 )

@@ -180,7 +180,7 @@ def test_ratios_of_shards_are_those_of_the_whole_on_layouts(name: str) -> None:
 
 
 def test_a_norm_that_no_shard_knows_is_flagged_and_never_merged(tmp_path: Path) -> None:
-    train_ranks(tmp_path, build_fsdp2, 2, config=CONFIG)
+    train_ranks(tmp_path, build_fsdp2, 2, config=CONFIG, num_steps=2)
 
     for rank in range(2):
         spoken = SaidSoFar(tmp_path / "run", rank)
@@ -190,8 +190,9 @@ def test_a_norm_that_no_shard_knows_is_flagged_and_never_merged(tmp_path: Path) 
             assert not any(row["flags"] & Flag.PER_RANK for row in spoken.of(1, kind).values())
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp", BOTH, "zero_redundancy"])
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2", "tp", BOTH, "zero_redundancy"])
 def test_updates_merge_to_those_of_one_process_on_layouts(name: str) -> None:
+    """Under DDP it is told of two micro-batches a step above."""
     for view, truth in zip(steps_of_layout(name), one_of_layouts(name), strict=True):
         wrong = differences(statistics(view, "update"), statistics(truth, "update"), rel=2e-3)
         assert not wrong, "\n".join([f"update of step {view.step}:", *wrong[:20], f"{len(wrong)} in all"])
