@@ -190,6 +190,7 @@ def test_every_term_of_the_glossary_stands_once_with_a_sentence() -> None:
             assert line.rstrip().endswith(". |"), line
 
 
+@pytest.mark.slow
 def test_the_quickstart_trains_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SENTINEL_DIR", str(tmp_path))
     (block,) = [
