@@ -20,6 +20,19 @@ LAST_BYTES = 8192
 """Bytes of the end of the daemon's log in which its last line is looked for."""
 
 
+def daemon_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of a daemon that finds the modules which this process finds.
+
+    `python -m` looks in the current directory first, which the command `sentinel` does not: a folder there that is
+    called like the module of another package would be imported in its place.
+    """
+    try:
+        looks_here = "" in sys.path or str(Path.cwd()) in sys.path
+    except OSError:  # the directory is gone
+        looks_here = True
+    return [sys.executable, *(() if looks_here else ("-P",)), "-m", "sentinel.cli", "serve", *arguments]
+
+
 class Companion:
     """`sentinel serve RUN` in a session of its own: neither its death nor a Ctrl-C at the terminal touches the command.
 
@@ -32,7 +45,7 @@ class Companion:
         """Why no daemon runs any more, in words; empty while one runs, or is about to be started again."""
         self.setback = ""
         """Why it died last; empty: it has not."""
-        self._command = [sys.executable, "-m", "sentinel.cli", "serve", *arguments]
+        self._command = daemon_command(arguments)
         self._log = log
         self._deaths: list[float] = []
         self._due: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -233,9 +233,13 @@ def export(request: ExportRequest, setting: ExportSetting) -> Written:
     given = request.given()
     if "vectors" in given and ("vectors" not in form.options or given & {"aggregate", "statistic", "squash-names"}):
         raise UnfitOptions(VECTORS)
-    if given - form.options:
-        raise UnfitOptions(f"--format {form.name} {form.takes}")
+    if unfit := given - form.options:
+        raise UnfitOptions(f"--format {form.name} {form.takes}; it does not take {_words(unfit)}")
     return form.write(request, setting)
+
+
+def _words(options: Collection[Option]) -> str:
+    return ", ".join(sorted(option if option == "times" else f"--{option}" for option in options))
 
 
 def query_of(

@@ -162,6 +162,11 @@ def one(series: str, rest: str = "expect: []", name: str = "a") -> str:
 FINE = 'scalar: loss, values: "1x3"'
 BROKEN: dict[str, tuple[str, int, str]] = {
     "unknown key": ("tests:\n  - name: a\n    inputs: []\n", 3, 'unknown key "inputs"; did you mean "input"?'),
+    "rules in the place of files": (
+        "rules: [{name: a, detector: Drift}]\n" + one(FINE),
+        1,
+        "got a mapping; rules stand in a file",
+    ),
     "no tests": ("rules: []\n", 1, 'expected "tests:"'),
     "no yaml": ("tests: [\n", 2, "not YAML"),
     "notation": (one('scalar: loss, values: "1+2"'), 4, "how often?"),

@@ -94,10 +94,13 @@ def read_rule_tests(path: str | Path) -> tuple[RuleTestFile, list[Problem]]:
     if document is None or not isinstance(document.value, dict):
         return nothing, [Problem(str(path), 1, 'expected "tests:" and a list of tests')]
     reader.keys(document, FILE_KEYS, "")
-    rules = [item.value for item in reader.list_of(document, "rules")]
+    rules: list[str] = []
     for item in reader.list_of(document, "rules"):
-        if not isinstance(item.value, str):
-            reader.complain(item, f"rules: expected paths or names of packs, got {item.plain()!r}")
+        if isinstance(item.value, str):
+            rules.append(item.value)
+        else:
+            hint = "; rules stand in a file of their own, named here" if isinstance(item.value, dict) else ""
+            reader.complain(item, f"rules: expected paths or names of packs, got {show(item.plain())}{hint}")
     builtin = document.value.get("builtin")
     if builtin is not None and not isinstance(builtin.value, bool):
         reader.complain(builtin, f'"builtin" must be true or false, got {builtin.value!r}')
@@ -118,7 +121,7 @@ def read_rule_tests(path: str | Path) -> tuple[RuleTestFile, list[Problem]]:
         names.setdefault(rule_test.name, rule_test.line)
     found = RuleTestFile(
         path=str(path),
-        rules=tuple(_beside(path, str(one)) for one in rules),
+        rules=tuple(_beside(path, one) for one in rules),
         builtin=builtin is None or builtin.value is not False,
         rule_tests=tuple(rule_tests),
     )

@@ -1,0 +1,34 @@
+"""The daemon that `sentinel run` starts beside a command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel.cli.companion import daemon_command
+
+
+def test_a_folder_here_does_not_stand_in_the_place_of_a_module_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "detectors.py").write_text("Mine = 1\n")
+    (tmp_path / "detectors").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    command = daemon_command([])
+    options = command[1 : command.index("-m")]
+
+    # As an editable package is found: behind all directories that are looked in.
+    code = f"import sys; sys.path.append({str(tmp_path / 'site')!r}); import detectors; print(detectors.Mine)"
+    done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_a_daemon_looks_where_the_command_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    assert daemon_command(["RUN"])[1:] == ["-m", "sentinel.cli", "serve", "RUN"]
