@@ -324,7 +324,9 @@ def test_statistics_mean_what_they_mean_on_one_process(name: str, together: tupl
             also = {key for key in expected if key.startswith(("layers.", "norm/")) and key.endswith("_in")}
             missing = {word.removeprefix("missing: ") for word in differences(got, expected) if word.startswith("missing: ")}
             assert missing <= (partial | also if partial else set())
-            assert not [word for word in differences(got, expected) if not word.startswith("missing: ")]
+            # Adam makes of the last bit of a sum, which the layout decides, another training: the first step tells.
+            rel = 1e-5 if step == 1 else 2e-3
+            assert not [word for word in differences(got, expected, rel) if not word.startswith("missing: ")]
         printed = results[0][name]["printed"][str(step)]
         assert ours.scalars["loss"].mean == pytest.approx(float(printed[0]), abs=1e-5)
         assert gradient_norm(ours) == pytest.approx(float(printed[1]), rel=1e-2)
