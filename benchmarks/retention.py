@@ -76,7 +76,7 @@ class LongRun:
             Acknowledgement(run_dir / "spool"), lambda _: False,
         )  # fmt: skip
         self.stages = RunStages(self.paths, self.config.judging, kept, lambda _: None, pack_hash=kept.newest_hash)
-        self.retention = RunRetention(self.paths.name, self.journal, self.files, retention)
+        self.retention = RunRetention(self.paths.name, self.journal, self.files, kept, retention)
         self._pack_hash = kept.newest_hash
         self._period = list(_period())
         self._step = 0

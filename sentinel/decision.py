@@ -143,9 +143,21 @@ _STEP_DECODER = msgspec.msgpack.Decoder(Decision)
 _TICK_DECODER = msgspec.msgpack.Decoder(Tick)
 
 
+class _Judged(msgspec.Struct):
+    pack_hash: str = ""
+
+
+_JUDGED_DECODER = msgspec.msgpack.Decoder(_Judged)
+
+
 def decode_decision(kind: str, body: bytes) -> Decision | Tick:
     """Return a decision as the journal has it."""
     return _TICK_DECODER.decode(body) if kind == TICK else _STEP_DECODER.decode(body)
+
+
+def decode_pack_hash(body: bytes) -> str:
+    """Return the hash of the rules by which a decision in the journal is judged, of either kind."""
+    return _JUDGED_DECODER.decode(body).pack_hash
 
 
 def encode_decision(decision: Decision | Tick) -> tuple[int, str, bytes]:

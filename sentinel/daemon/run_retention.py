@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.run_files import RunFiles
 from sentinel.errors import StoreError
 from sentinel.incident import Incident
@@ -34,8 +35,8 @@ _INCIDENT = msgspec.json.Decoder(Incident)
 class RunRetention:
     """Of one run. Called by the loop, which judges nothing meanwhile: each turn takes milliseconds."""
 
-    def __init__(self, name: str, journal: Journal, files: RunFiles, config: RetentionConfig) -> None:
-        self._name, self._journal, self._files, self._config = name, journal, files, config
+    def __init__(self, name: str, journal: Journal, files: RunFiles, packs: KeptPacks, config: RetentionConfig) -> None:
+        self._name, self._journal, self._files, self._packs, self._config = name, journal, files, packs, config
         self._seen = -1
         self._look_at = 0.0
         self._is_deleting = journal.cut.seq > 0
@@ -87,7 +88,7 @@ class RunRetention:
         if begin is not None:
             # What a restart would look for in the files stays too.
             num_whole = min(begin.anomalies.num_lines, self._files.positions[0].num_lines)
-            self._is_deleting = self._journal.cut.work(self._evidence, num_anomalies=num_whole)
+            self._is_deleting = self._journal.cut.work(self._evidence, num_anomalies=num_whole) or self._packs.prune()
 
     def _take_stock(self, open_incidents: Sequence[Incident]) -> Snapshot | None:
         """Learn what the journal begins with, and what open incidents need; None: nothing may be deleted."""

@@ -101,7 +101,7 @@ class ServedRun:
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
                 self._spool_pruning = SpoolPruning(self.name, paths.run_dir / "spool", config.retention)
-                self._retention = RunRetention(self.name, self.journal, self._files, config.retention)
+                self._retention = RunRetention(self.name, self.journal, self._files, self._packs, config.retention)
                 self._commits = StepCommits(
                     self.journal, self._files, self._alerts, self._snapshots, acknowledgement, self.commanding.takes
                 )

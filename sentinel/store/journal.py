@@ -11,7 +11,7 @@ So the files are always a prefix of the journal, and what is missing from them a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,6 +135,16 @@ class Journal:
         """Return the text kept for `pack_hash`, or None."""
         row = self._file.row("SELECT body FROM packs WHERE hash = ?", (pack_hash,))
         return None if row is None else bytes(row[0])
+
+    def pack_hashes(self) -> set[str]:
+        """Return the hashes of the rule packs that are kept."""
+        with self._file.mutex:
+            return {row[0] for row in self._file.db.execute("SELECT hash FROM packs")}
+
+    def drop_packs(self, hashes: Collection[str]) -> None:
+        """Delete the texts of rule packs. A replay needs each that a decision names."""
+        with self._file.mutex, self._file.transaction():
+            self._file.db.executemany("DELETE FROM packs WHERE hash = ?", [(one,) for one in hashes])
 
     def take_over(self, found: Salvage) -> None:
         """Write what was salvaged of a former journal: messages that wait, the audit, rules, small values."""

@@ -10,8 +10,10 @@ import pytest
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
+from sentinel.decision import decode_decision
 from sentinel.incident import Incident
 from sentinel.judge.config import JudgingConfig
+from sentinel.judge.packs import RulePacks
 from sentinel.judge.recorded import RecordedRun
 from sentinel.judge.replay import replay
 from sentinel.report.files import AppendLog
@@ -101,6 +103,30 @@ def test_a_restart_behind_the_cut_loses_and_doubles_nothing(tmp_path):
     assert ours[0] == theirs[0]
     # Of incidents, those that were over and too old went with all their revisions.
     assert theirs[1].endswith(ours[1])
+
+
+def test_rules_go_with_the_last_decision_that_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("sentinel.daemon.kept_packs.DECISIONS_PER_TURN", 7)
+    run, rules = a_run(tmp_path / "run"), tmp_path / "rules.yaml"
+    hashes = []
+    for day in range(8):
+        # A day of rules of its own, but for the last, whose rules are those of the first day again.
+        rules.write_text(f"rules: [{{name: non-finite, description: day {day % 7}}}]")
+        packs = RulePacks([rules])
+        packs.load()
+        hashes.append(packs.pack_hash)
+        one = served(run.directory, TWO_DAYS, packs)
+        days(run, one, day, day + 1)
+        for _ in range(40):
+            one.turn(NOW + day * DAY_S)
+        one.close()
+
+    journal = journal_of(run)
+    named = {decode_decision(kind, body).pack_hash for _, kind, body in journal.decisions()}
+    assert 2 <= len(named) < 5
+    assert hashes[0] == hashes[7] in journal.pack_hashes() == named
+    journal.close()
+    assert replay(RunPaths.of(run.directory), tmp_path / "replayed").first_difference is None
 
 
 def test_the_evidence_of_an_open_incident_stays(tmp_path):
