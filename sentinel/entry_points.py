@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from sentinel.errors import ConfigError
 from sentinel.exception_words import described
+from sentinel.known_words import near
 
 
 class OutsidePart:
@@ -61,6 +62,16 @@ class OutsidePart:
 
 def _package(point: EntryPoint) -> str:
     return f', package "{point.dist.name}"' if point.dist is not None else ""
+
+
+def named_parts(group: str, names: Iterable[str], what: str) -> list[OutsidePart | str]:
+    """Return the part of each name, in that order; in words, where no installed package offers it. what: `probe`."""
+    offered = {part.name: part for part in outside_parts(group)}
+    known = f"offered: {', '.join(sorted(offered))}" if offered else "no installed package offers one"
+    return [
+        offered.get(name) or f"no {what} {name!r} among the entry points of {group}{near(name, offered)}; {known}"
+        for name in names
+    ]
 
 
 def outside_parts(group: str, taken: Container[str] = ()) -> Iterator[OutsidePart]:

@@ -30,6 +30,8 @@ MEASURED_LABELS = tuple(kind.label for kind in MEASURED_KINDS)
 COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "RequestAction", "DumpTensors")
 DEFAULT_COMMANDS = COMMANDS[:-1]
 """Commands allowed by default. DumpTensors is not: raw tensors are training data and fill disks."""
+PROBE_GROUP = "sentinel.probes"
+"""Group of entry points: the name under `outside_probes` -> a class, or another callable, that is given a ProbeContext."""
 MAX_CONFIG_BYTES = 2**20
 """Most bytes of a config file; a bound on memory: a larger file is no config."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, LINT_ONLY
 from sentinel.document import BrokenDocument, read_document
+from sentinel.entry_points import named_parts
 from sentinel.errors import ConfigError, RuleError
 from sentinel.file_keys import DAEMON, FILES, RULE_TESTS, RULES, TRAINER, kind_of
 
@@ -26,8 +28,9 @@ from sentinel.file_keys import DAEMON, FILES, RULE_TESTS, RULES, TRAINER, kind_o
 def check_config(files: tuple[str, ...], reader: str | None, as_json: bool) -> int:
     """Check configuration FILES: the daemon's, a trainer's, rule packs, or files of rule tests.
 
-    What the daemon's names is looked up as a daemon would that starts here and now: secret files, environment variables,
-    the addresses of sinks. Exit 1 when a file is wrong, 3 when something in it is only suspicious.
+    What a file names is looked up as by who would start here and now: secret files, environment variables and the addresses
+    of sinks for the daemon, the probes of other packages for a trainer. Exit 1 when a file is wrong, 3 when something in it
+    is only suspicious.
     """
     has_problem = has_warning = False
     kinds = {Path(name): reader or _kind(Path(name)) for name in files}
@@ -75,7 +78,7 @@ def _found(path: Path, kind: str, packs: list[Path]) -> tuple[str, list[str]]:
         elif kind == TRAINER:
             from sentinel.monitor_config import load_config
 
-            load_config(path)
+            return "", [f"{path}: {one}" for one in _lacking_probes(load_config(path).outside_probes)]
         else:
             from sentinel.daemon.config_check import check_daemon_config
 
@@ -84,6 +87,17 @@ def _found(path: Path, kind: str, packs: list[Path]) -> tuple[str, list[str]]:
     except (ConfigError, RuleError) as error:
         return str(error), []
     return "", []
+
+
+def _lacking_probes(names: Sequence[str]) -> Iterator[str]:
+    """Yield, in words, which probes of other packages a trainer that starts here could not load."""
+    from sentinel.monitor_config import PROBE_GROUP
+
+    for at, part in enumerate(named_parts(PROBE_GROUP, names, "probe")):
+        if isinstance(part, str):
+            yield f"outside_probes[{at}]: {part}"
+        elif problem := part.problem():
+            yield f"outside_probes[{at}]: {part.where} {problem}"
 
 
 def _rules(packs: list[Path]) -> list[str]:

@@ -125,6 +125,38 @@ def test_a_probe_that_nobody_offers_is_named_with_those_there_are(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "at", "code", "says"),
+    [
+        ("weight_range", None, 0, "monitor.yaml: ok, for the trainer"),
+        (
+            "weight_rage",
+            None,
+            3,
+            "outside_probes[0]: no probe 'weight_rage' among the entry points of sentinel.probes; did you",
+        ),
+        (
+            "weight_range",
+            "nowhere:Probe",
+            3,
+            'outside_probes[0]: entry point "weight_range" of sentinel.probes (nowhere:Probe,',
+        ),
+    ],
+)
+def test_a_checked_configuration_says_which_probe_cannot_be_loaded(
+    name: str, at: str | None, code: int, says: str, tmp_path: Path
+) -> None:
+    points = offered()
+    path = install(tmp_path / "site", points | {"sentinel.probes": points["sentinel.probes"] | ({name: at} if at else {})})
+    (tmp_path / "monitor.yaml").write_text(f"outside_probes: [{name}]\n")
+
+    done = run(tmp_path, path, "-m", "sentinel.cli", "check-config", "monitor.yaml")
+
+    assert done.returncode == code, done.stderr
+    assert says in done.stdout
+
+
+@pytest.mark.slow
 def test_a_probe_that_fails_is_named_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(
         "class Failing:\n    def __init__(self, context):\n        raise OSError('no such sensor')\n"

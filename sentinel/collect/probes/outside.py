@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sentinel.collect.probes.context import Probe, ProbeContext
-from sentinel.entry_points import outside_parts
+from sentinel.entry_points import named_parts
 from sentinel.errors import ConfigError
-from sentinel.known_words import near
-
-ENTRY_POINTS = "sentinel.probes"
-"""Group of entry points: the name under `outside_probes` -> a class, or another callable, that is given a ProbeContext."""
+from sentinel.monitor_config import PROBE_GROUP
 
 
 def outside_probes(names: Sequence[str]) -> list[Probe]:
@@ -20,14 +17,10 @@ def outside_probes(names: Sequence[str]) -> list[Probe]:
 
     names: `MonitorConfig.outside_probes`.
     """
-    offered = {part.name: part for part in outside_parts(ENTRY_POINTS)}
     found: list[Probe] = []
-    for at, name in enumerate(names):
-        part = offered.get(name)
-        if part is None:
-            known = f"offered: {', '.join(sorted(offered))}" if offered else "no installed package offers one"
-            what = f"no probe {name!r} among the entry points of {ENTRY_POINTS}{near(name, offered)}; {known}"
-            raise ConfigError(f"outside_probes[{at}]: {what}")
+    for at, part in enumerate(named_parts(PROBE_GROUP, names, "probe")):
+        if isinstance(part, str):
+            raise ConfigError(f"outside_probes[{at}]: {part}")
         try:
             probe = part.load()
         except ConfigError as error:
