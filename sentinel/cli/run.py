@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
 from sentinel.incident import Incident
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.report.alert import topic
 from sentinel.run_name import folder_name
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths, further_runs
@@ -208,12 +209,16 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     num_anomalies = sum(
         b'"event":"onset"' in line for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for line in _lines(file)
     )
-    losses, course, failures = RunLosses(), Course(), list[str]()
+    losses, course, failures, notifications = RunLosses(), Course(), list[str](), dict[str, dict[str, int]]()
     paths = RunPaths.of(run_dir)
     if paths.journal.exists():
         journal = Journal(paths.journal, read_only=True)
         try:
             losses, course, failures = recorded_losses(journal), course_of(journal), recorded_failures(journal)
+            notifications = {
+                sink.removeprefix(topic("")): {outcome or "waiting": count for outcome, count in counts.items()}
+                for sink, counts in sorted(journal.outbox.outcomes(topic("")).items())
+            }
         finally:
             journal.close()
     return {
@@ -225,6 +230,7 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
         "losses": losses.words,
         **course_report(course),
         "failures": failures,
+        "notifications": notifications,
         "num_anomalies": num_anomalies,
         "incidents": [msgspec.to_builtins(incident) for incident in newest.values()],
     }
@@ -250,7 +256,19 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"           steps {one['opened_step']} to {newest}; {first}{suspected}")
     if len(ranked) > 20:
         lines.append(f"  and {len(ranked) - 20} more: sentinel status {report['directory']}")
-    return lines
+    return lines + [f"  {line}" for line in _undelivered(report, incidents)]
+
+
+def _undelivered(report: dict[str, Any], incidents: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield which sinks were not sent all that they were to be, and that nobody was to be sent a critical incident."""
+    sinks = report.get("notifications", {})
+    for sink, counts in sinks.items():
+        missing = [f"{counts[one]} {one}" for one in ("failed", "expired", "dropped", "waiting") if counts.get(one)]
+        if missing:
+            serve = f"; what waits is sent by: sentinel serve {shlex.quote(report['directory'])}"
+            yield f"NOT SENT {sink}: {', '.join(missing)}{serve if 'waiting' in counts else ''}"
+    if not sinks and any(one["severity"] == "critical" for one in incidents):
+        yield "NOT SENT to anybody: no sink takes these incidents (notify.sinks in the daemon's configuration)"
 
 
 def closing_line(report: dict[str, Any]) -> str:

@@ -83,6 +83,16 @@ class OutboxTable:
         row = self._file.row("SELECT count(*) FROM outbox WHERE outcome = '' AND topic = ?", (topic,))
         return int(row[0]) if row else 0
 
+    def outcomes(self, topics: str) -> dict[str, dict[str, int]]:
+        """Return topic -> outcome -> rows, of the topics that begin so; the outcome of what waits is empty."""
+        found: dict[str, dict[str, int]] = {}
+        with self._file.mutex:
+            rows = self._file.db.execute("SELECT topic, outcome, count(*) FROM outbox GROUP BY topic, outcome").fetchall()
+        for name, outcome, number in rows:
+            if name.startswith(topics):
+                found.setdefault(name, {})[outcome] = number
+        return found
+
     def begin_delivery(self, deliveries: Mapping[int, str]) -> None:
         """Note, durably and before the message leaves, which delivery each position is part of, and count the try."""
         with self._file.mutex, self._file.transaction():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from sentinel.cli.main import VERBS, run_cli
 from sentinel.cli.places import find_run, run_name, runs_directory
 from sentinel.cli.run import closing_line, make_report, report_lines
 from sentinel.errors import ConfigError
+from sentinel.store.journal import Commit, Journal
+from sentinel.store.outbox_table import Outgoing
+from sentinel.store.run_paths import RunPaths
 from sentinel.version import VERSION
 
 
@@ -150,6 +154,35 @@ def test_the_report_says_the_newest_of_each_incident(tmp_path: Path) -> None:
     assert "3 anomalies, 2 incidents" in lines[0]
     assert "CRITICAL title of i1 [resolved, i1]" in lines[1]
     assert "first cause: blocks.2 (activation) rank 1; suspected: hardware" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("severity", "outcomes", "said"),
+    [
+        ("critical", {},
+         ["NOT SENT to anybody: no sink takes these incidents (notify.sinks in the daemon's configuration)"]),
+        ("warning", {}, []),
+        ("critical", {"pager": ["sent", "digested", "superseded", "silenced"]}, []),
+        ("critical", {"mail": ["sent", "failed"], "pager": ["", "", "sent"]},
+         ["NOT SENT mail: 1 failed", "NOT SENT pager: 2 waiting; what waits is sent by: sentinel serve RUN"]),
+    ],
+)  # fmt: skip
+def test_the_report_says_what_nobody_was_sent(
+    severity: str, outcomes: dict[str, list[str]], said: list[str], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "incidents.jsonl").write_text(json.dumps(incident("i1", 1, severity)) + "\n")
+    rows = [(f"alert:{sink}", outcome) for sink, all_of_it in outcomes.items() for outcome in all_of_it]
+    with contextlib.closing(Journal(RunPaths.of(tmp_path).journal)) as journal:
+        outbox = [Outgoing(key=str(at), topic=topic, body=b"") for at, (topic, _) in enumerate([*rows, ("escalation", "")])]
+        journal.commit(Commit(judged=0, outbox=outbox))
+        for at, (_, outcome) in enumerate(rows, 1):
+            if outcome:
+                journal.outbox.finish_delivery([at], outcome)
+
+    lines = report_lines(make_report(tmp_path, 0, True))
+
+    assert [line.strip().replace(str(tmp_path), "RUN") for line in lines if "NOT SENT" in line] == said
 
 
 def test_a_clean_run_has_a_clean_report(tmp_path: Path) -> None:
