@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 STAND_IN = Path(__file__).with_name("warm_client.py")
@@ -27,28 +29,32 @@ START_S = 120.0
 
 
 @functools.cache
-def interpreter() -> str:
-    """Return the path of the executable. All workers of a test run share one server, which ends with their controller."""
+def interpreter(*modules: str) -> str:
+    """Return the path of the executable. All workers of a test run share one server, which ends with their controller.
+
+    modules: what its programs begin with beside torch and Sentinel; each such list has a server of its own.
+    """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     owner = os.getppid() if run else os.getpid()
-    folder = Path(tempfile.gettempdir()) / f"sentinel-warm-{run or secrets.token_hex(16)}"
+    which = f"{run or secrets.token_hex(16)}{zlib.crc32(repr(modules).encode()):08x}"
+    folder = Path(tempfile.gettempdir()) / f"sentinel-warm-{which}"
     folder.mkdir(mode=0o700, exist_ok=True)
     assert folder.stat().st_uid == os.geteuid()
     address, executable = folder / "socket", folder / "python"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not executable.exists():
-            start_server(address, owner)
+            start_server(address, owner, modules)
             executable.write_text(f"#!{sys.executable} -ISE\nADDRESS = {str(address)!r}\n{STAND_IN.read_text()}")
             executable.chmod(0o700)
     return str(executable)
 
 
-def start_server(address: Path, owner: int) -> None:
+def start_server(address: Path, owner: int, modules: Sequence[str]) -> None:
     """Start the server that ends, and removes the folder of its address, when the process `owner` is over."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SENTINEL_")}
     server = subprocess.Popen(
-        [sys.executable, str(SERVER), str(address), str(owner)],
+        [sys.executable, str(SERVER), str(address), str(owner), *modules],
         env={**environment, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
     )

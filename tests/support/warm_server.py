@@ -180,7 +180,7 @@ def end(code: int) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[3:]):
         importlib.import_module(name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as begins:
         draft = Path(sys.argv[1]).with_suffix(".new")

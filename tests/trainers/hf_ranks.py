@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ..support.ports import free_port
+from ..support.warm import interpreter
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 GLOBAL_BATCH = 4
 MAX_NORM = 0.5
+IMPORTS = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 def launch(folder: Path, mode: str, world: int, config: dict[str, Any] | None, **settings: Any) -> list[dict[str, Any]]:
@@ -25,7 +27,7 @@ def launch(folder: Path, mode: str, world: int, config: dict[str, Any] | None, *
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SENTINEL_", "ACCELERATE_", "FSDP_", "TORCHELASTIC"))}
-    command = [sys.executable, "-m", "tests.trainers.hf_ranks", mode, str(folder)]
+    command = [interpreter(*IMPORTS), "-m", "tests.trainers.hf_ranks", mode, str(folder)]
     command += [json.dumps(config) if config is not None else "", json.dumps(settings)]
     ranks = []
     for rank in range(world):

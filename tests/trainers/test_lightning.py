@@ -28,6 +28,7 @@ from ..support.closed_steps import closed_steps, statistics
 from ..support.host_waits import READ, HostWaits
 from ..support.ports import free_port
 from ..support.spools import ALL_KINDS, Said, SaidSoFar, norm
+from ..support.warm import interpreter
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
@@ -821,7 +822,7 @@ def ranks(folder: Path, world: int) -> list[dict[str, dict[str, Any]]]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     clean.update(SENTINEL_DIR=str(folder), SENTINEL_RUN="run", PYTHONPATH=str(ROOT))
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": str(world)}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/trainers/lightning_ranks.py"), str(folder), str(world)]
+    command = [interpreter("lightning.pytorch"), str(ROOT / "tests/trainers/lightning_ranks.py"), str(folder), str(world)]
     processes = [
         subprocess.Popen(
             command, env={**clean, **({**launched, "LOCAL_RANK": str(rank)} if world > 1 else {})}, text=True,

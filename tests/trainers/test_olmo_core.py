@@ -24,6 +24,7 @@ from ..support.closed_steps import closed_steps, statistics
 from ..support.host_waits import READ, HostWaits
 from ..support.ports import free_port
 from ..support.spools import Said, SaidSoFar, norm
+from ..support.warm import interpreter
 
 pytest.importorskip("olmo_core")
 from olmo_core.config import DType
@@ -373,7 +374,7 @@ def ranks(folder: Path, layout: str) -> list[dict[str, dict[str, Any]]]:
     folder.mkdir(mode=0o700)
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
-    command = [sys.executable, "-m", "tests.trainers.olmo_core_run", str(folder)]
+    command = [interpreter("olmo_core.train.train_module"), "-m", "tests.trainers.olmo_core_run", str(folder)]
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(world), str(port), layout], cwd=ROOT, stderr=subprocess.PIPE, text=True,
