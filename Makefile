@@ -39,8 +39,9 @@ test-long: $(STAMP)
 
 test-all: test test-long
 
+# The tests of a file share their trainings: one worker has them all.
 trainers: $(TRAINERS)
-	$(BIN)/python -m pytest -m trainer -n 2 tests/trainers $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m trainer -n 3 --dist loadfile tests/trainers $(PYTEST_FLAGS)
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -16,7 +16,6 @@ from ..layouts.layout import differences, gradient_norm
 from ..support.closed_steps import closed_steps, statistics
 from ..support.ports import free_port
 from ..support.spools import SaidSoFar, norm
-from ..support.warm import interpreter
 
 pytest.importorskip("torchtitan")
 pytestmark = pytest.mark.trainer
@@ -36,12 +35,12 @@ def train_all(folder: Path, runs: list[dict[str, Any]], world: int = 1) -> Resul
         **clean, "PYTHONPATH": str(ROOT), "SENTINEL_DIR": str(folder), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    ranks, program = [], interpreter("torchtitan.train")
+    ranks = []
     for rank in range(world):
         with (folder / f"log.{rank}").open("wb") as log:
             ranks.append(
                 subprocess.Popen(
-                    [program, str(Path(__file__).with_name("torchtitan_train.py")), "runs.json", "results"],
+                    [sys.executable, str(Path(__file__).with_name("torchtitan_train.py")), "runs.json", "results"],
                     cwd=folder, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 )
