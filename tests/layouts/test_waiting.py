@@ -73,19 +73,20 @@ ON_A_STREAM = [(partial(on_a_stream, build), world) for build, world in LAYOUTS]
     [*LAYOUTS, *ON_A_STREAM[:2], *(pytest.param(*one, marks=pytest.mark.long) for one in ON_A_STREAM[2:])],
 )
 def test_only_the_slow_rank_does_not_wait(build: Any, world: int, tmp_path: Path) -> None:
-    train_ranks(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=5)
+    train_ranks(tmp_path, partial(with_straggler, build), world, config={"kinds": ["param"]}, num_steps=9)
 
     views = closed_steps(tmp_path / "run")
 
-    assert len(views) == 5
-    for view in views[2:4]:  # DDP orders its buckets anew, and waits, between the first two; the last step has no next one
-        ends = {part.rank: part.end_step for part in view.parts}
-        busy = {rank: end.step_time_s - end.wait_s for rank, end in ends.items()}
-        assert max(busy, key=lambda rank: busy[rank]) == SLOW
-        assert busy[SLOW] > 0.9 * SLEEP_S
-        for rank, end in ends.items():
-            if rank != SLOW:
-                assert end.wait_s > 0.5 * SLEEP_S, (view.step, rank, end)
+    assert len(views) == 9
+    # DDP orders its buckets anew, and waits, between the first two; the last step has no next one.
+    steps = [{part.rank: part.end_step for part in view.parts} for view in views[2:8]]
+    # A busy machine holds up any rank in some step, and the others wait for it then; only the slow one is slow in each.
+    least_busy = {rank: min(ends[rank].step_time_s - ends[rank].wait_s for ends in steps) for rank in range(world)}
+    assert max(least_busy, key=lambda rank: least_busy[rank]) == SLOW
+    assert least_busy[SLOW] > 0.9 * SLEEP_S
+    for rank in range(world):
+        if rank != SLOW:
+            assert max(ends[rank].wait_s for ends in steps) > 0.5 * SLEEP_S, (rank, steps)
 
 
 def test_the_default_rules_name_the_rank_for_which_streams_wait(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ def _one_thread(one_thread: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """Starts Megatron's ranks, for one file of tests."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
-    yield from launched()
+    yield from launched(tmp_path_factory.mktemp("once"))

@@ -18,7 +18,9 @@ EVERYTHING = {"kinds": ["param", "wgrad", "activation", "activation_in", "dgrad"
 class Launcher:
     """One process that has imported Megatron and forks the ranks of each job."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """folder: for what `once` trains."""
+        self._folder, self._known = folder, dict[str, Path]()
         command = [sys.executable, "-m", "tests.trainers.megatron_train"]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -39,10 +41,19 @@ class Launcher:
                 return list(answer["ranks"])
         raise AssertionError("the launcher ended")
 
+    def once(self, **job: Any) -> Path:
+        """Return the folder of a watched training that tests only read: the same job is trained once."""
+        key = json.dumps(job, sort_keys=True)
+        if key not in self._known:
+            folder = self._folder / str(len(self._known))
+            self.train(folder, bare=False, **job)
+            self._known[key] = folder
+        return self._known[key]
 
-def launched() -> Iterator[Launcher]:
-    """A launcher, for as long as a test file needs it."""
-    one = Launcher()
+
+def launched(folder: Path) -> Iterator[Launcher]:
+    """A launcher, for as long as a test file needs it. folder: for what its tests share."""
+    one = Launcher(folder)
     yield one
     one.process.stdin.close()  # type: ignore[union-attr]
     one.process.wait(20)

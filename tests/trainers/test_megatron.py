@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,6 @@ from .megatron_launch import Launcher, truth_of
 pytestmark = pytest.mark.trainer
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def alone(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The steps of one process, by what is trained; each trained once."""
-    known: dict[str, tuple[list[dict[str, Any]], list[ClosedStep]]] = {}
-
-    def train(**job: Any) -> tuple[list[dict[str, Any]], list[ClosedStep]]:
-        key = json.dumps(job, sort_keys=True)
-        if key not in known:
-            folder = tmp_path_factory.mktemp("alone")
-            known[key] = (launcher.train(folder, **job), closed_steps(folder / "run"))
-        return known[key]
-
-    return train
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -70,9 +54,9 @@ def of_modules(view: ClosedStep, kind: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alone: Any, tmp_path: Path) -> None:
+def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, tmp_path: Path) -> None:
     world, layout, what = LAYOUTS[name]
-    _, expected = alone(**what)
+    expected = closed_steps(launcher.once(**what) / "run")
     rel = 5e-2 if what.get("precision") == "bf16" and world > 1 else 2e-4
 
     ranks = launcher.train(tmp_path, world=world, **layout, **what)
@@ -115,16 +99,12 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, alon
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_sum_over_tokens_has_the_gradients_of_their_mean(world: int, launcher: Launcher, tmp_path: Path) -> None:
+def test_a_sum_over_tokens_has_the_gradients_of_their_mean(world: int, launcher: Launcher) -> None:
     """Where all micro-batches have equally many tokens, both losses are the same: Megatron's own weights say so."""
-    reported_of = {}
-    for per_token in (False, True):
-        folder = tmp_path / str(per_token)
-        folder.mkdir()
-        launcher.train(folder, world=world, per_token=per_token)
-        reported_of[per_token] = closed_steps(folder / "run")
+    layout = {"world": world} if world > 1 else {}
+    of_mean, of_tokens = (closed_steps(launcher.once(**layout, **what) / "run") for what in ({}, {"per_token": True}))
 
-    for by_mean, by_token in zip(reported_of[False], reported_of[True], strict=True):
+    for by_mean, by_token in zip(of_mean, of_tokens, strict=True):
         for kind in ("wgrad", "dgrad", "dgrad_in"):
             assert differences(statistics(by_token, kind), statistics(by_mean, kind), 2e-4) == [], kind
 

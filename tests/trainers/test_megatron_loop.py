@@ -211,9 +211,9 @@ def per_micro_step(view: ClosedStep, with_received: bool = False) -> dict[tuple[
 def test_micro_step_survives_reverse_backward(layout: dict[str, Any], launcher: Launcher, tmp_path: Path) -> None:
     config = {**EVERYTHING, "per_micro_step": True}
     what = {"precision": layout["precision"]} if "precision" in layout else {}
-    launcher.train(tmp_path / "one", steps=1, bare=False, config=config, **what)
-    launcher.train(tmp_path / "two", steps=1, bare=False, config=config, world=2, **layout)
-    whole, view = closed_steps(tmp_path / "one" / "run")[0], closed_steps(tmp_path / "two" / "run")[0]
+    one = launcher.once(steps=1, config=config, **what)
+    launcher.train(tmp_path, steps=1, bare=False, config=config, world=2, **layout)
+    whole, view = closed_steps(one / "run")[0], closed_steps(tmp_path / "run")[0]
 
     expected, ours = per_micro_step(whole), per_micro_step(view)
     if "recompute" in layout:

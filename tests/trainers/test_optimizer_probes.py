@@ -36,10 +36,10 @@ MEGATRON: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatrons_copies_merge_to_one_process(name: str, launcher: Launcher, tmp_path: Path) -> None:
     world, layout, what = MEGATRON[name]
-    launcher.train(tmp_path / "one", **{**what, "precision": "fp32"} if "precision" in what else what, config=CONFIG)
+    one = launcher.once(**{key: value for key, value in what.items() if key != "precision"}, config=CONFIG)
 
-    ranks = launcher.train(tmp_path / "all", world=world, **layout, **what, config=CONFIG)
-    views, expected = closed_steps(tmp_path / "all" / "run"), closed_steps(tmp_path / "one" / "run")
+    ranks = launcher.train(tmp_path, world=world, **layout, **what, config=CONFIG)
+    views, expected = closed_steps(tmp_path / "run"), closed_steps(one / "run")
 
     for rank in ranks:
         assert [one["line"] for one in rank["bare"]["told"]] == [one["line"] for one in rank["watched"]["told"]]

@@ -42,9 +42,9 @@ def test_weights_are_the_same_and_routers_and_attention_are_seen(launcher: Launc
 def test_attention_and_loads_are_those_of_one_process(
     world: int, layout: dict[str, Any], launcher: Launcher, tmp_path: Path
 ) -> None:
-    launcher.train(tmp_path / "one", **JOB, steps=1)
-    launcher.train(tmp_path / "many", **JOB, **layout, world=world, steps=1)
-    (one,), (many,) = closed_steps(tmp_path / "one" / "run"), closed_steps(tmp_path / "many" / "run")
+    alone = launcher.once(**JOB, steps=1)
+    launcher.train(tmp_path, **JOB, **layout, world=world, steps=1, bare=False)
+    (one,), (many,) = closed_steps(alone / "run"), closed_steps(tmp_path / "run")
 
     for name in ("decoder.layers.0.mlp.router", "decoder.layers.1.mlp.router"):
         ours, truth = (
@@ -57,9 +57,9 @@ def test_attention_and_loads_are_those_of_one_process(
         assert mean == pytest.approx(truth[0]["mean"], rel=1e-4)
     loads = [
         sum(
-            np.sum([v for key, v in Said(tmp_path / which / "run", rank).vectors[1].items() if key[1] == "load"], 0)
+            np.sum([v for key, v in Said(folder / "run", rank).vectors[1].items() if key[1] == "load"], 0)
             for rank in range(ranks)
         ).sum()
-        for which, ranks in (("one", 1), ("many", world))
+        for folder, ranks in ((alone, 1), (tmp_path, world))
     ]
     assert loads[0] == loads[1] > 0
