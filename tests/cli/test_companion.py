@@ -9,6 +9,7 @@ import pytest
 from sentinel.cli.companion import daemon_command
 
 
+@pytest.mark.slow
 def test_a_folder_here_does_not_stand_in_the_place_of_a_module_of_another_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
