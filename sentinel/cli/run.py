@@ -209,7 +209,8 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
     num_anomalies = sum(
         b'"event":"onset"' in line for file in sorted((run_dir / "anomalies").glob("*.jsonl")) for line in _lines(file)
     )
-    losses, course, failures, notifications = RunLosses(), Course(), list[str](), dict[str, dict[str, int]]()
+    losses, course, failures = RunLosses(), Course(), list[str]()
+    notifications: dict[str, dict[str, int]] | None = {}
     paths = RunPaths.of(run_dir)
     if paths.journal.exists():
         journal = Journal(paths.journal, read_only=True)
@@ -219,6 +220,8 @@ def make_report(run_dir: Path, exit_code: int, is_drained: bool) -> dict[str, An
                 sink.removeprefix(topic("")): {outcome or "waiting": count for outcome, count in counts.items()}
                 for sink, counts in sorted(journal.outbox.outcomes(topic("")).items())
             }
+            if not notifications and journal.cut.seq:
+                notifications = None  # What was sent may be among what retention has deleted.
         finally:
             journal.close()
     return {
@@ -261,13 +264,13 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 def _undelivered(report: dict[str, Any], incidents: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield which sinks were not sent all that they were to be, and that nobody was to be sent a critical incident."""
-    sinks = report.get("notifications", {})
-    for sink, counts in sinks.items():
+    sinks: dict[str, dict[str, int]] | None = report.get("notifications")
+    for sink, counts in (sinks or {}).items():
         missing = [f"{counts[one]} {one}" for one in ("failed", "expired", "dropped", "waiting") if counts.get(one)]
         if missing:
             serve = f"; what waits is sent by: sentinel serve {shlex.quote(report['directory'])}"
             yield f"NOT SENT {sink}: {', '.join(missing)}{serve if 'waiting' in counts else ''}"
-    if not sinks and any(one["severity"] == "critical" for one in incidents):
+    if sinks == {} and any(one["severity"] == "critical" for one in incidents):
         yield "NOT SENT to anybody: no sink takes these incidents (notify.sinks in the daemon's configuration)"
 
 

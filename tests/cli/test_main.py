@@ -185,6 +185,18 @@ def test_the_report_says_what_nobody_was_sent(
     assert [line.strip().replace(str(tmp_path), "RUN") for line in lines if "NOT SENT" in line] == said
 
 
+def test_where_retention_deleted_what_was_sent_nobody_is_said_to_have_heard_nothing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "incidents.jsonl").write_text(json.dumps(incident("i1", 1, "critical")) + "\n")
+    with contextlib.closing(Journal(RunPaths.of(tmp_path).journal)) as journal:
+        journal.cut.put(10, 20, 0.0)
+
+    report = make_report(tmp_path, 0, True)
+
+    assert report["notifications"] is None
+    assert not [line for line in report_lines(report) if "NOT SENT" in line]
+
+
 def test_a_clean_run_has_a_clean_report(tmp_path: Path) -> None:
     assert report_lines(make_report(tmp_path, 0, True)) == [f"run {tmp_path.name}: 0 anomalies, 0 incidents"]
 
