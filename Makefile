@@ -21,7 +21,7 @@ SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 3 --dist worksteal
 # Some hundred processes start in the tests: none of them compiles Sentinel anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test quick test-long test-all trainers docs lint types setup check clean
+.PHONY: demo test quick test-long test-all trainers trainers-setup docs lint types setup check clean
 
 demo: $(STAMP)
 	$(BIN)/sentinel demo $(DEMO_FLAGS)
@@ -67,6 +67,8 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard sentinel/native/*.[
 $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_FLAGS) --editable '.[dev,docs]'
 	@touch $@
+
+trainers-setup: $(TRAINERS)
 
 # DeepSpeed has no wheel: built for the CPU, without compiled operators, against the torch that is there.
 $(TRAINERS): $(STAMP)
