@@ -15,7 +15,7 @@ from sentinel.report.pipeline import RetryPolicy, SinkWorker, Telling
 from sentinel.report.sinks.delivery import Sink
 
 PAUSE_PER_TURN = 10.0
-"""Times that a look at what waits has cost, for which nobody looks again: a tenth of a core at most."""
+"""Times the processor time of a look that sent nothing, for which nobody looks again: a tenth of a core at most."""
 MAX_PAUSE_S = 0.25
 """Longest such pause: a page must not wait for it."""
 
@@ -112,14 +112,15 @@ class Notifier:
         worker, wake = self.workers[name], self._wakes[name]
         while not self._closing.is_set():
             wake.clear()
-            now, begun = self._clock(), time.monotonic()
+            now, begun, num_requests = self._clock(), time.thread_time(), worker.num_requests
             try:
                 due = worker.turn(now)
             except Exception as error:  # The outbox's disk may be full: say so, and go on when it is not.
                 worker.problem = f"outbox: {error}"
                 _log.exception("sink %s: the outbox failed; next try in 5 s", name)
                 due = now + 5.0
-            # While a storm gathers, thousands wait, and each commit of the judge would have all of them looked at again.
-            self._closing.wait(min(PAUSE_PER_TURN * (time.monotonic() - begun), MAX_PAUSE_S))
+            if worker.num_requests == num_requests:
+                # While a storm gathers, thousands wait, and each commit of the judge would have all of them looked at again.
+                self._closing.wait(min(PAUSE_PER_TURN * (time.thread_time() - begun), MAX_PAUSE_S))
             # A minute at most, so that a clock which jumps is noticed.
             wake.wait(60.0 if due is None else min(max(due - now, 0.0), 60.0))

@@ -353,10 +353,31 @@ def test_threads_send_what_was_queued_and_end_when_told():
 
     outbox.add([sample_alert("fake", 5.0)])
     notifier.wake()
-    for _ in range(1000):
-        if notifier.counts()["fake", "sent"]:
-            break
-        notifier._threads[0].join(0.005)
+    _wait_until_sent(notifier, 1)
 
     assert notifier.close()
     assert len(sink.received) == 1
+
+
+def test_a_sink_that_took_a_message_is_sent_the_next_one_without_a_rest(monkeypatch):
+    monkeypatch.setattr("sentinel.report.notifier.PAUSE_PER_TURN", 1e12)
+    monkeypatch.setattr("sentinel.report.notifier.MAX_PAUSE_S", 1e6)
+    outbox, sink = MemoryOutbox(), FakeSink()
+    notifier = Notifier(outbox, [sink], RetryPolicy(), clock=lambda: 5.0, telling=AT_ONCE)
+    outbox.add([sample_alert("fake", 5.0)])
+    notifier.start()
+    _wait_until_sent(notifier, 1)
+
+    outbox.add([sample_alert("fake", 6.0)])
+    notifier.wake()
+    _wait_until_sent(notifier, 2)
+
+    assert notifier.close()
+    assert len(sink.received) == 2
+
+
+def _wait_until_sent(notifier, number):
+    for _ in range(1000):
+        if notifier.counts()["fake", "sent"] >= number:
+            return
+        notifier._threads[0].join(0.005)
