@@ -53,34 +53,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have each worker of `-n N --dist worksteal` run its share of the whole runs all along its queue.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of whole runs evenly over those of the others, for the workers take file by file in this order.
 
-    They would all lie in one worker's queue, which would end long after the others. At the beginning of each they would run
-    beside one another, several processes each, on as few cores as there are: while one waits another computes.
+    Side by side, several processes each, whole runs would share as few cores as there are; beside tests that compute one
+    waits while another computes.
     """
-    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    waiting = [one for one in items if WHOLE_RUNS in one.path.parents]
-    computing = [one for one in items if WHOLE_RUNS not in one.path.parents]
-    ordered: list[pytest.Item] = []
-    for worker in range(num_workers):
-        # xdist gives each worker as many tests as the next, in their order.
-        size = (len(items) - len(ordered)) // (num_workers - worker)
-        share = waiting[worker::num_workers]
-        num_more = max(0, size - len(share))
-        ordered += spread(share, computing[:num_more])
-        del computing[:num_more]
-    items[:] = [*ordered, *computing]
-
-
-def spread(waiting: list[pytest.Item], computing: list[pytest.Item]) -> list[pytest.Item]:
-    """Return all of them, the waiting ones evenly before the files of the others: between two tests of a file they would
-    have what the file's tests share made anew."""
-    files = [list(tests) for _, tests in itertools.groupby(computing, key=lambda one: one.path)]
-    ordered: list[pytest.Item] = []
-    for at, tests in enumerate(files):
-        ordered += [*waiting[len(waiting) * at // len(files) : len(waiting) * (at + 1) // len(files)], *tests]
-    return ordered if files else waiting
+    by_file = [list(tests) for _, tests in itertools.groupby(items, key=lambda one: one.path)]
+    waiting = [tests for tests in by_file if WHOLE_RUNS in tests[0].path.parents]
+    computing = [tests for tests in by_file if WHOLE_RUNS not in tests[0].path.parents]
+    # Each at its place on a line from 0 to 1; a whole run goes first, for it may take longest.
+    placed = [(at / len(waiting), tests) for at, tests in enumerate(waiting)]
+    placed += [((at + 0.5) / len(computing), tests) for at, tests in enumerate(computing)]
+    items[:] = [one for _, tests in sorted(placed, key=lambda one: one[0]) for one in tests]
 
 
 def pytest_collection_finish() -> None:
