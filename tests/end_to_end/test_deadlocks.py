@@ -101,7 +101,7 @@ def test_ranks_that_wait_for_each_other_are_told_once_and_none_is_blamed(
 
 @pytest.mark.parametrize(
     ("kind", "at", "num_ranks", "pp"),
-    [("load", 0, 2, 1), ("broadcast", 0, 2, 1)],
+    [pytest.param("load", 0, 2, 1, marks=pytest.mark.long), ("broadcast", 0, 2, 1)],
 )
 def test_ranks_that_wait_for_what_takes_long_are_told_of_to_nobody(
     tmp_path: Path, kind: str, at: int, num_ranks: int, pp: int

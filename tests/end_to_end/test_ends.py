@@ -94,7 +94,10 @@ CODES = {"kill": 128 + signal.SIGKILL, "crash": 128 + signal.SIGSEGV, "exit": 3,
 @pytest.mark.parametrize(
     ("launcher", "mode"),
     [
-        *[("forked", mode) for mode in CASES],
+        *[
+            pytest.param("forked", mode, marks=() if mode in ("raise", "memory", "crash") else pytest.mark.long)
+            for mode in CASES
+        ],
         *[pytest.param("torchrun", mode, marks=() if mode == "kill" else pytest.mark.long) for mode in CASES],
     ],
 )

@@ -61,8 +61,7 @@ def true_norms(folder: Path, num_ranks: int) -> list[float]:
     ("num_ranks", "arguments"),
     [
         pytest.param(4, (), id="pipeline x data parallel"),
-        pytest.param(2, ("--pp", "1", "--tp", "2"), id="tensor parallel"),
-        # Of which each part is there alone too.
+        pytest.param(2, ("--pp", "1", "--tp", "2"), id="tensor parallel", marks=pytest.mark.long),
         pytest.param(4, ("--tp", "2"), id="pipeline x tensor parallel", marks=pytest.mark.long),
     ],
 )

@@ -44,7 +44,7 @@ def assert_all_was_judged(run_dir: Path, num_steps: int, num_ranks: int, expecte
 @pytest.mark.parametrize(
     ("arguments", "num_chunks"),
     [
-        ((), 2),
+        pytest.param((), 2, marks=pytest.mark.long),
         (("--schedule", "interleaved1f1b"), 4),
         # Rows of tensor-parallel ranks are counted one by one in tests/layouts.
         pytest.param(("--tp", "2"), 2, marks=pytest.mark.long),

@@ -117,8 +117,8 @@ def only_plain(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]
 
 @pytest.mark.parametrize(
     "name",
-    # Kept whole after the forward, FSDP2 reduces as it does where it is cut again.
-    [pytest.param(name, marks=pytest.mark.long) if name == "fsdp2_kept" else name for name in BUILDS],
+    # Kept whole after the forward, FSDP2 reduces as it does where it is cut again; FSDP reduces as FSDP2.
+    [pytest.param(name, marks=pytest.mark.long) if name in ("fsdp1", "fsdp2_kept") else name for name in BUILDS],
 )
 def test_two_ranks_with_two_micro_batches_merge_to_one_process(name: str, tmp_path: Path) -> None:
     expected = alone()
@@ -224,7 +224,9 @@ def test_unreduced_gradients_of_tensor_parallel_shards_merge() -> None:
         assert not differences(ours, whole)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "looped_bfs", "dualpipev"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero_bubble", "looped_bfs")), "dualpipev"]
+)
 def test_pipelines_name_the_micro_batch(name: str, tmp_path: Path) -> None:
     """Each micro-batch's own gradient, under its own number, whatever order the schedule runs backwards in."""
     from .builds import SCHEDULES

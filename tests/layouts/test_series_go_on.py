@@ -44,8 +44,8 @@ BUILDS: dict[str, tuple[Any, int]] = {
     "compiled blocks": (partial(compiled, one), 1),
     "fsdp2, compiled blocks": (partial(compiled, fsdp2), 2),
 }
-COMBINED = ("tp_x_fsdp2", "tp_x_pp", "fsdp2, compiled blocks")
-"""Of which each part is there alone too."""
+VARIANTS = ("fsdp1", "interleaved", "tp_x_fsdp2", "tp_x_pp", "compiled blocks", "fsdp2, compiled blocks")
+"""Whose parts are there alone too, or whose like is; compiled blocks of one process also in collect/test_border_names.py."""
 
 
 def borders(view: ClosedStep) -> dict[tuple[str, str], dict[str, float]]:
@@ -75,7 +75,7 @@ def twice(view: ClosedStep) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in COMBINED else name for name in BUILDS]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in VARIANTS else name for name in BUILDS]
 )
 def test_series_of_the_black_box_go_on_while_modules_are_measured(name: str, tmp_path: Path) -> None:
     build, world = BUILDS[name]

@@ -153,9 +153,9 @@ def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path
     ("kind", "compile_it"),
     [
         ("checkpointed", whole("aot_eager")),
-        ("checkpointed", each_block("aot_eager")),
+        pytest.param("checkpointed", each_block("aot_eager"), marks=pytest.mark.long),
         pytest.param("checkpointed reentrant", each_block("aot_eager"), marks=pytest.mark.long),
-        ("tied", whole("aot_eager")),
+        pytest.param("tied", whole("aot_eager"), marks=pytest.mark.long),
         ("in place", whole("aot_eager")),
         ("nested", whole("aot_eager")),
         ("broken", whole("aot_eager", fullgraph=False)),
