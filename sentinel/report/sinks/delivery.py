@@ -88,7 +88,7 @@ class Sink(Protocol):
 
     name: str
     digest_after: int
-    """More alerts than this waiting at once go out together; 0: always one by one."""
+    """Most incidents that are told one by one within a minute; of more, one message of all. 0: always one by one."""
     max_batch: int
     """Most alerts in one delivery."""
 

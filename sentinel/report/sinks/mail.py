@@ -64,8 +64,8 @@ class EmailConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rate_per_s: float = 0.2
     """Most messages a second, on average."""
 
-    digest_after: int = 3
-    """More alerts than this waiting at once go out as one message; 0: never."""
+    digest_after: int = 2
+    """Most incidents within a minute (`notify.digest.window_s`) with a message each; of more, one of all. 0: always each."""
 
     timeout_s: float = 30.0
     """Longest a whole delivery may take, from looking up the name to the server's last word."""

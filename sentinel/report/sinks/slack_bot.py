@@ -63,8 +63,8 @@ class SlackBotConfig(
     rate_per_s: float = 0.5
     """Most alerts a second, on average; each may take two requests, and Slack allows about one a second."""
 
-    digest_after: int = 5
-    """More alerts than this waiting at once go out as one message; 0: never."""
+    digest_after: int = 2
+    """Most incidents within a minute (`notify.digest.window_s`) with a message each; of more, one of all. 0: always each."""
 
     timeout_s: float = 10.0
     """Longest a whole request may take, from looking up the name to the last byte of the answer."""

@@ -56,7 +56,7 @@ class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Most requests a second, on average."""
 
     digest_after: int = 20
-    """More alerts than this waiting at once go out in one request; 0: never."""
+    """Most incidents within a minute (`notify.digest.window_s`) with a request each; of more, one of all. 0: always each."""
 
     timeout_s: float = 10.0
     """Longest a whole request may take, from looking up the name to the last byte of the answer."""

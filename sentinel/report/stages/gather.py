@@ -14,6 +14,8 @@ from sentinel.report.stages.pending import Pending, Turn
 ALONE_AFTER = 3
 """Failures after which a message is sent by itself. Too small: one outage breaks digests up; too large: a message that the
 server refuses holds back the others of its digest."""
+MESSAGES_PER_INCIDENT = 3
+"""Words that an incident may have in a window without being a storm: its opening, a change, its end."""
 MAX_S = 86400.0
 """Longest window or interval; a bound against a typing error that would keep alarms back."""
 
@@ -22,7 +24,8 @@ class DigestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """When a sink is sent digests: by how often it is sent something."""
 
     window_s: float = 60.0
-    """More messages than the sink's `digest_after` within so many seconds are a storm: what follows is gathered."""
+    """Messages about more incidents than the sink's `digest_after` within so many seconds are a storm, as are more than
+    three times as many messages: what follows is gathered."""
 
     interval_s: float = 300.0
     """What a storm gathers is sent as one message, and the next not before so many seconds. A page breaks through, once in
@@ -45,8 +48,10 @@ class Gather:
         self._after = after
         self._max_batch = max_batch
         self._is_resending = is_resending
-        self._sent: deque[float] = deque()
-        """When messages were sent, within the window."""
+        self._sent: deque[tuple[float, str]] = deque()
+        """When messages were sent within the window, and the thread of each, a digest's first."""
+        self._gathered: set[int] = set()
+        """Positions of what a storm keeps back: when it is over, that goes as one message too."""
         self._digest_at = -math.inf
         self._page_at = -math.inf
         self._paged: dict[str, float] = {}
@@ -63,24 +68,32 @@ class Gather:
         if self._is_resending:
             return together[: self._max_batch] if len(together) > self._after else ready[:1]
         self._forget(turn.now)
-        if len(self._sent) + len(together) <= self._after:
-            return ready[:1]
+        gathered = [one for one in together if not self._gathered.isdisjoint(one.positions)]
+        if not self._is_storm(together, turn.now):
+            return gathered[: self._max_batch] if len(gathered) > 1 else ready[:1]
+        self._gathered = {position for one in together for position in one.positions}
         if self._sent:
-            turn.wake_at(self._sent[0] + self._config.window_s)
+            turn.wake_at(self._sent[0][0] + self._config.window_s)
         return self._of_storm(together, turn)[: self._max_batch]
 
     def note_sent(self, batch: list[Pending], now: float) -> None:
         """Take note of a message that the sink took."""
-        is_digest = len(batch) > 1
-        # A digest fills the window: what follows at once is of the same storm.
-        self._sent.extend([now] * (self._after if is_digest else 1))
-        self._digest_at = now if is_digest else self._digest_at
+        self._sent.append((now, batch[0].thread))
+        if len(batch) > 1:
+            self._digest_at = now
         interval_s = self._config.interval_s
         self._paged = {run: at for run, at in self._paged.items() if at <= now < at + interval_s}
         for pending in batch:
             if pending.alert.is_page:
                 self._page_at = now
                 self._paged |= dict.fromkeys((one.alert.incident.run for one in pending.incidents), now)
+
+    def _is_storm(self, together: list[Pending], now: float) -> bool:
+        # What follows a digest at once is of the same storm.
+        if self._digest_at <= now < self._digest_at + self._config.window_s:
+            return True
+        threads = {thread for _, thread in self._sent} | {one.thread for one in together}
+        return len(threads) > self._after or len(self._sent) + len(together) > MESSAGES_PER_INCIDENT * self._after
 
     def _of_storm(self, together: list[Pending], turn: Turn) -> list[Pending]:
         interval_s = self._config.interval_s
@@ -103,5 +116,5 @@ class Gather:
         return paged is None or not paged <= now < paged + self._config.interval_s
 
     def _forget(self, now: float) -> None:
-        while self._sent and not self._sent[0] <= now < self._sent[0] + self._config.window_s:
+        while self._sent and not self._sent[0][0] <= now < self._sent[0][0] + self._config.window_s:
             self._sent.popleft()

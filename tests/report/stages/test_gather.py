@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.errors import ConfigError
 from sentinel.report.pipeline import Telling
+from sentinel.report.sinks.sink_table import SINKS
 from sentinel.report.stages.gather import DigestConfig
 
 from ...support.anomalies import an_incident
@@ -45,6 +47,50 @@ def test_two_thousand_onsets_in_five_minutes_are_at_most_three_messages(num_runs
     assert told == sorted(f"i{number}" for number in range(2000))
 
 
+# What has no `digest_after` of its own groups by itself, or is no one's inbox.
+@pytest.mark.parametrize("kind", ["slack", "slack-bot", "email", "discord", "teams"])
+@pytest.mark.parametrize("num", [4, 60])
+@pytest.mark.parametrize("fields", [{}, PAGE], ids=["warnings", "pages"])
+def test_a_storm_that_comes_one_by_one_within_a_minute_is_at_most_three_messages_to_people(kind, num, fields):
+    (digest_after,) = [one.default for one in msgspec.structs.fields(SINKS[kind]) if one.name == "digest_after"]
+    bench = SinkBench(FakeSink(digest_after=digest_after), telling=Telling())
+    storm(bench, num, 60.0, **fields)
+
+    assert len(bench.sink.received) <= 3
+    told = sorted(alert.incident.id for alerts in bench.sink.received for alert in alerts)
+    assert told == sorted(f"i{number}" for number in range(num))
+
+
+def test_opening_change_and_end_of_one_incident_are_no_storm():
+    bench = SinkBench(FakeSink(digest_after=2))
+    before = None
+    for revision, fields in ((1, {}), (2, {"severity": Severity.CRITICAL}), (3, {"state": "resolved"})):
+        after = an_incident(revision=revision, **fields)
+        bench.add(before, after)
+        bench.turn()
+        bench.now += 1.0
+        before = after
+    begun = bench.now
+    bench.run()
+
+    assert [message[0][1] for message in bench.received()] == ["opened", "raised", "resolved"]
+    assert bench.now == begun
+
+
+def test_one_incident_that_comes_and_goes_without_end_is_a_storm():
+    bench = SinkBench(FakeSink(digest_after=2))
+    before = None
+    for revision in range(1, 60):
+        after = an_incident(revision=revision, state="open" if revision % 2 else "resolved")
+        bench.add(before, after)
+        bench.turn()
+        bench.now += 1.0
+        before = after
+    bench.run()
+
+    assert len(bench.sink.received) <= 3 * 2 + 1
+
+
 def test_few_messages_come_one_by_one():
     bench = SinkBench(FakeSink(digest_after=5))
     storm(bench, 5, 50.0)
@@ -76,7 +122,8 @@ def test_a_page_breaks_through_a_storm_once():
         bench.turn()
     bench.run()
 
-    assert [[alert.incident.id for alert in alerts] for alerts in bench.sink.received[1:3]] == [["i41"], ["i42"]]
+    told = [[alert.incident.id for alert in alerts] for alerts in bench.sink.received[1:]]
+    assert told == [["i41"], ["i42", "i40", "i43"]]
     assert bench.now >= 1060.0, "the others wait until the storm is over"
 
 
