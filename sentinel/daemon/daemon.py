@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -26,31 +25,24 @@ from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.outside_packages import OutsidePackages
+from sentinel.daemon.page_address import PageAddress
 from sentinel.daemon.run_notes import RunNotes
 from sentinel.daemon.served_api import ServedApi
+from sentinel.daemon.served_runs import ServedRuns, take_from_others
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
-from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.errors import ConfigError, StoreError
 from sentinel.judge.packs import RulePacks
-from sentinel.printable import printable
-from sentinel.private_files import make_directory, refuse_foreign, tighten
+from sentinel.private_files import make_directory, refuse_foreign
 from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import MessageLinks
 from sentinel.report.silences import SilenceBook, Silences
 from sentinel.report.sinks.delivery import HttpPoster
-from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.run_paths import (
-    RunPaths,
-    further_runs,
     is_run,
-    refuse_planted,
-    refuse_unprintable,
-    runs_in,
-    write_whole,
 )
 from sentinel.store.run_values import RunValues
-from sentinel.store.trouble import disk_trouble
 
 log = logging.getLogger("sentinel.daemon")
 
@@ -62,7 +54,6 @@ SLOW_POLL_S = 0.1
 """Longest pause between two looks: a third of what an alert may take."""
 DISCOVER_S = 0.5
 RELOAD_CHECK_S = 1.0
-RETRY_RUN_S = 5.0
 ORPHAN_QUIET_S = 60.0
 """A daemon whose `sentinel run` was killed ends when the ranks were silent for so long."""
 
@@ -98,14 +89,13 @@ class Daemon:
     def __init__(self, options: ServeOptions, environ: Mapping[str, str], stream: TextIO) -> None:
         """Read rules and configuration; raise SentinelError for what cannot be served. environ: for the sinks' secrets."""
         self._options = options
-        self._is_single = is_run(options.directory)
         self._state = (options.state_dir or options.directory / ".daemon").absolute()
-        if self._is_single:
-            _make_ours(options.directory)
+        if is_run(options.directory):
+            take_from_others(options.directory)
         else:
             refuse_foreign(options.directory, is_shared=True)
         make_directory(self._state)
-        _make_ours(self._state)
+        take_from_others(self._state)
         self._packs = RulePacks(list(options.packs))
         self._packs.load()
         self._config = ConfigInForce(options.config, options.config_file, options.read_config, time.time())
@@ -126,22 +116,18 @@ class Daemon:
         """
         self._is_stopping = False
         self._wants_reload = False
-        self._runs: dict[str, ServedRun] = {}
-        self._problems: dict[str, str] = {}
-        self._held: dict[str, str] = {}
-        """Run -> the process that serves it, which this daemon stands by for."""
-        self._announced: RunLock | None = None
-        """Held while the page's address is where commands look for it."""
-        self._unannounced = ""
-        """Why it is not; empty: it is, or another daemon's is."""
-        self._retry_at: dict[str, float] = {}
         self._meters = DaemonMeters()
+        self._runs = ServedRuns(
+            options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
+            serve=lambda paths: ServedRun(paths, self._config.config, self._packs, self._meters),
+        )  # fmt: skip
+        self._address = PageAddress(self._state, options.directory)
         self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._ask_reload, self._meters)
         self.api.heartbeat = self._heartbeat(options.config)
         self.api.links = _links(options.config)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
-        self._disks = DiskWatch(lambda: {name: run.status.slow_disk for name, run in list(self._runs.items())})
+        self._disks = DiskWatch(lambda: {run.name: run.status.slow_disk for run in self._runs})
 
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit code: 1 where a run that is over was not judged to its end."""
@@ -180,14 +166,13 @@ class Daemon:
         # The port first: restoring what runs were judged to takes seconds where there are many, and connections wait in it.
         self._http = self._bind()
         self._discover(time.time())
-        if self._is_single and self._problems:
-            raise StoreError(next(iter(self._problems.values())))
+        if self._runs.is_single and self._runs.problems:
+            raise StoreError(next(iter(self._runs.problems.values())))
         self._notifying.start()
         if self.api.heartbeat is not None:
             self.api.heartbeat.start()
         if self._http is not None:
             log.info("serving %s on %s", self._options.directory, self._http.url)
-        self._announce()
         self._outside_packages.start()
         self._disks.start()
 
@@ -198,31 +183,6 @@ class Daemon:
             return None
         poster = HttpPoster(timeout_s=config.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file, method=config.method)
         return HeartbeatSender(url, config.interval_s, poster, self.api.is_at_work)
-
-    def _announce(self) -> None:
-        """Leave the page's address where commands look for it; a standby leaves that of the daemon that it stands by for."""
-        if self._announced is not None or self._http is None:
-            return
-        try:
-            lock = RunLock(self._state / "page", f"the page of {self._options.directory}")
-        except LockHeld:
-            return
-        except StoreError as error:
-            self._say_unannounced(str(error))
-            return
-        try:
-            write_whole(self._state / "http.json", json.dumps(self._http.address) + "\n")
-        except OSError as error:
-            lock.close()
-            self._say_unannounced(str(disk_trouble(self._state / "http.json", error)))
-            return
-        self._announced, self._unannounced = lock, ""
-
-    def _say_unannounced(self, why: str) -> None:
-        """Say once why commands do not find the page; judging goes on, and it is tried again."""
-        if why != self._unannounced:
-            self._unannounced = why
-            log.error("the page's address cannot be left where commands look for it: %s", why)
 
     def _bind(self) -> HttpServer | None:
         """Take the port; beside a command another one, or none, where that is taken: judging is worth more than the page."""
@@ -259,7 +219,7 @@ class Daemon:
             self._notifying.turn()
             has_moved = self._turn()
             now = time.monotonic()
-            self.api.publish(self._runs.values(), self._problems, self._held, is_caught_up=not has_moved)
+            self.api.publish(self._runs, self._runs.problems, self._runs.held, is_caught_up=not has_moved)
             if has_reloaded:
                 has_reloaded = False
                 self.api.reloaded()
@@ -286,84 +246,31 @@ class Daemon:
                 self._wakes.get_nowait()
 
     def _turn(self) -> bool:
-        has_moved = False
-        for name, run in list(self._runs.items()):
-            try:
-                has_moved = run.turn(time.time()) or has_moved
-                if run.take_alerts():
-                    self._notifying.notifier.wake()
-            except Exception as error:  # whatever is wrong with one run, the others are judged on
-                self._drop(name, _why(run.paths.run_dir, error))
+        return any(has_moved for _, has_moved in self._runs.each(self._judge))
+
+    def _judge(self, run: ServedRun) -> bool:
+        """Judge what came of a run; return whether anything did."""
+        has_moved = run.turn(time.time())
+        if run.take_alerts():
+            self._notifying.notifier.wake()
         return has_moved
 
     def _discover(self, now: float) -> None:
-        found = self._found()
-        names = {printable(run_dir.absolute().name) for run_dir in found}
-        self._held = {name: who for name, who in self._held.items() if name in names}
-        for run_dir in found:
-            name = printable(run_dir.absolute().name)
-            if name in self._runs or now < self._retry_at.get(name, 0.0):
-                continue
-            try:
-                refuse_unprintable(run_dir)
-                refuse_planted(run_dir)
-                for one in (run_dir, run_dir / "spool"):
-                    if one.exists():
-                        _make_ours(one)
-                paths = RunPaths.of(run_dir, self._options.state_dir)
-                if self._options.state_dir is None:
-                    paths.refuse_unproven()
-                run = ServedRun(paths, self._config.config, self._packs, self._meters)
-            except Exception as error:
-                if isinstance(error, LockHeld) and not self._options.is_owned:
-                    self._stand_by(name, error.holder)
-                else:
-                    self._refuse(name, _why(run_dir, error), now)
-                continue
-            if who := self._held.pop(name, ""):
-                fields = {"event": "run.taken_over", "run": name, "from": who}
-                log.info("run %s: taken over from process %s", name, who, extra={"fields": fields})
-            self._problems.pop(name, None)
-            self._runs[name] = run
-            self._notifying.outboxes.join(run.journal.outbox)
-            self._open_books()
-            # Whoever served it may have been gone for long: what is open is said again at once.
-            self._notifying.notifier.wake()
-        self._announce()
+        self._runs.discover(now)
+        if self._http is not None:
+            self._address.leave(self._http.address)
 
-    def _stand_by(self, name: str, who: str) -> None:
-        """Leave a run to the daemon that serves it, until that is gone."""
-        self._problems.pop(name, None)
-        if self._held.get(name) != who:
-            fields = {"event": "run.standby", "run": name, "of": who}
-            words = "run %s: standby of process %s, which serves it; taken over when that ends"
-            log.info(words, name, who, extra={"fields": fields})
-        self._held[name] = who
+    def _take_in(self, run: ServedRun) -> None:
+        """Have what waits in a run sent: whoever served it may have been gone for long, and what is open is said again."""
+        self._notifying.outboxes.join(run.journal.outbox)
+        self._open_books()
+        self._notifying.notifier.wake()
 
-    def _found(self) -> list[Path]:
-        """Return the runs to serve: of one that we own also the others that its command attached under the same name."""
-        given = self._options.directory
-        if not self._is_single:
-            return runs_in(given)
-        if not self._options.is_owned or self._options.state_dir is not None:
-            return [given]
-        return [given, *further_runs(given)]
-
-    def _drop(self, name: str, problem: str) -> None:
-        run = self._runs.pop(name)
+    def _let_go(self, run: ServedRun) -> None:
         self._notifying.outboxes.leave(run.journal.outbox)
         self._notifying.notifier.wake()
         self._notes.release(run.name)
         self._open_books()
-        run.close()
-        self._refuse(name, problem, time.time())
-
-    def _refuse(self, name: str, problem: str, now: float) -> None:
-        if self._problems.get(name) != problem:
-            fields = {"event": "run.refused", "run": name, "problem": problem}
-            log.error("run %s is not served: %s", name, problem, extra={"fields": fields})
-        self._problems[name] = problem
-        self._retry_at[name] = now + RETRY_RUN_S
 
     def _check_files(self) -> bool:
         """Take in files that changed; return whether rules or configuration were read again."""
@@ -380,28 +287,20 @@ class Daemon:
             self._config.reload(time.time(), self._exchange)
         outcome = self._packs.reload(time.time())
         self._warn_of_policies()
-        for name, run in list(self._runs.items()):
-            try:
-                run.note_reload(outcome, time.time())
-            except SentinelError as error:
-                self._drop(name, str(error))
+        self._runs.each(lambda run: run.note_reload(outcome, time.time()))
         self._systemd.ready()
         return True
 
     def _open_books(self) -> None:
         """Have silences read from the daemon's own file and from those of the runs."""
-        states = dict.fromkeys([self._state, *(run.paths.lock_directory for run in self._runs.values())])
+        states = dict.fromkeys([self._state, *(run.paths.lock_directory for run in self._runs)])
         known = {book.path.parent: book for book in self._silences.books}
         self._silences.books = tuple(known.get(state) or SilenceBook(state) for state in states)
 
     def _note_silences(self) -> None:
         """Write down in each run who silenced what, and have what is silenced no more sent."""
         silences = self._silences.active(0.0)
-        for name, run in list(self._runs.items()):
-            try:
-                run.note_silences(silences, time.time())
-            except SentinelError as error:
-                self._drop(name, str(error))
+        self._runs.each(lambda run: run.note_silences(silences, time.time()))
         self._notifying.notifier.wake()
 
     def _phases_of(self, run: str) -> Collection[str]:
@@ -412,11 +311,7 @@ class Daemon:
     def _exchange(self, former: DaemonConfig, new: DaemonConfig) -> None:
         """Act on a new configuration; ConfigError, with all as it was, when it cannot be used."""
         notifier, heartbeat = self._notifying.built(new.notify), self._heartbeat(new)
-        for name, run in list(self._runs.items()):
-            try:
-                run.use(new)
-            except SentinelError as error:
-                self._drop(name, str(error))
+        self._runs.each(lambda run: run.use(new))
         self._notifying.exchange(notifier)
         self.api.links = _links(new)
         heartbeat, self.api.heartbeat = self.api.heartbeat, heartbeat
@@ -439,7 +334,7 @@ class Daemon:
             return False
         # The command may have outlived `sentinel run`: it is watched until it says nothing any more.
         now = time.time()
-        return all(now - run.last_received > ORPHAN_QUIET_S for run in self._runs.values())
+        return all(now - run.last_received > ORPHAN_QUIET_S for run in self._runs)
 
     # The end.
 
@@ -453,15 +348,10 @@ class Daemon:
         deadline = time.monotonic() + self._options.drain_s
         while self._turn() and time.monotonic() < deadline:
             pass
-        for name, run in list(self._runs.items()):
-            try:
-                is_done = run.finish(time.time(), is_over=is_owned, deadline=deadline)
-            except Exception as error:
-                self._drop(name, _why(run.paths.run_dir, error))
-                continue
+        for run, is_done in self._runs.each(lambda run: run.finish(time.time(), is_over=is_owned, deadline=deadline)):
             if not is_done:
                 is_complete = False
-                what = f"run {name} was not judged to its end within {self._options.drain_s:g} s (--drain-s)"
+                what = f"run {run.name} was not judged to its end within {self._options.drain_s:g} s (--drain-s)"
                 log.error("%s; sentinel serve %s judges the rest", what, run.paths.run_dir)
         self._notifying.notifier.hurry()
         waiting: Sequence[int] = ()
@@ -470,21 +360,18 @@ class Daemon:
             if not waiting or self._notifying.notifier.problems():
                 break
             time.sleep(0.01)
-        return is_complete and not (is_owned and self._problems)
+        return is_complete and not (is_owned and self._runs.problems)
 
     def _close(self) -> None:
         if self._http is not None:
             self._http.stop()
-        if self._announced is not None:
-            (self._state / "http.json").unlink(missing_ok=True)
-            self._announced.close()
+        self._address.close()
         if self.api.heartbeat is not None:
             self.api.heartbeat.close()
         self._notifying.close()
         self._outside_packages.close()
         self._disks.close()
-        for run in self._runs.values():
-            run.close()
+        self._runs.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -495,20 +382,3 @@ class Daemon:
 
 def _links(config: DaemonConfig) -> MessageLinks:
     return MessageLinks(runbook_url=config.notify.runbook_url, dashboard_url=config.notify.dashboard_url)
-
-
-def _make_ours(directory: Path) -> None:
-    """Take from others the right to write a directory, and say so; StoreError when it is another user's."""
-    if said := tighten(directory):
-        log.warning("%s", said)
-    refuse_foreign(directory)
-
-
-def _why(run_dir: Path, error: Exception) -> str:
-    """Return why a run is not served, in words; what should never happen is logged with where it did."""
-    if isinstance(error, SentinelError):
-        return str(error)
-    if isinstance(error, OSError):
-        return str(disk_trouble(Path(error.filename or run_dir), error))
-    log.error("run %s: a defect of Sentinel, please report it", run_dir.name, exc_info=error)
-    return f"{run_dir}: a defect of Sentinel, its log says where: {type(error).__name__}: {error}"

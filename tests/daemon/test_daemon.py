@@ -237,7 +237,7 @@ def test_a_reload_on_a_full_disk_does_not_end_the_daemon(tmp_path: Path, monkeyp
             raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Audit, "add", audit)
-    monkeypatch.setattr("sentinel.daemon.daemon.RETRY_RUN_S", 0.1)
+    monkeypatch.setattr("sentinel.daemon.served_runs.RETRY_RUN_S", 0.1)
     with daemon(tmp_path) as one:
         wait_for(lambda: judged(one).get("run") == 2)
         assert one.api.reload()["outcome"] == "ok"
@@ -264,9 +264,9 @@ def test_a_second_daemon_stands_by_and_lives_through_a_full_disk_as_it_takes_ove
             wait_for(lambda: second.api.health()["status"] == "standby")
             assert (second.api.is_ready(), second.api.runs(), second.api.health()["problems"]) == (False, [], [])
             shutil.move(tmp_path / "other", tmp_path.parent / f"{tmp_path.name}-gone")
-            wait_for(lambda: list(second._held) == ["run"])
+            wait_for(lambda: list(second._runs.held) == ["run"])
             address = url(tmp_path)
-            patch.setattr("sentinel.daemon.daemon.write_whole", write)
+            patch.setattr("sentinel.daemon.page_address.write_whole", write)
             first.stop()
             wait_for(lambda: judged(second).get("run") == 2 and second.api.is_ready())
             wait_for(lambda: "cannot be left where commands look for it" in caplog.text)

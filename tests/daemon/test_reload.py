@@ -104,7 +104,7 @@ def test_a_broken_configuration_changes_nothing_and_is_said(tmp_path: Path, brok
 def test_limits_routes_and_policies_are_those_of_the_new_file_at_once(tmp_path: Path) -> None:
     with Receiver().running() as receiver, reloadable(tmp_path, webhook(receiver.url)) as (daemon, path):
         wait_for(lambda: receiver.bodies(), "the message")
-        [run] = daemon._runs.values()
+        [run] = daemon._runs
         sink = f"{{type: webhook, name: hook, url: '{receiver.url}/', route: {{min_severity: critical}}}}"
         path.write_text(
             f"notify: {{sinks: [{sink}]}}\n"
@@ -185,7 +185,7 @@ def test_a_policy_that_names_no_rule_is_said_at_the_start_and_at_a_reload(
     policy = "control: {{policies: [{{name: p, rules: [{rule}], action: nothing}}]}}\n"
     words = 'control.policies[0].rules[0]: no rule is called "{}"; did you mean "loss-spike"?'
     with reloadable(tmp_path, policy.format(rule="loss-spik")) as (daemon, path):
-        wait_for(lambda: daemon._runs, "the run")
+        wait_for(lambda: list(daemon._runs), "the run")
         assert words.format("loss-spik") in caplog.messages
         path.write_text(policy.format(rule="loss-spike"))
         assert daemon.api.reload()["outcome"] == "ok"
