@@ -275,6 +275,28 @@ def test_a_second_daemon_stands_by_and_lives_through_a_full_disk_as_it_takes_ove
             assert second.api.health()["standby_of"] == []
 
 
+def test_a_run_in_which_a_reload_raises_is_let_go_of_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run", "other"):
+        write_run(tmp_path / name)
+    note = ServedRun.note_reload
+
+    def may_raise(self: ServedRun, *arguments: Any) -> None:
+        if self.name == "run":
+            raise ZeroDivisionError("a defect")
+        note(self, *arguments)
+
+    monkeypatch.setattr("sentinel.daemon.served_runs.RETRY_RUN_S", 1e6)
+    with daemon(tmp_path) as one:
+        wait_for(lambda: judged(one).get("run") == 2 and judged(one).get("other") == 2)
+        monkeypatch.setattr(ServedRun, "note_reload", may_raise)
+
+        one.api.reload()
+
+        wait_for(lambda: judged(one) == {"other": 2})
+        [problem] = one.api.health()["problems"]
+        assert "run run is not served: " in problem and "a defect of Sentinel" in problem
+
+
 def test_an_order_that_no_journal_takes_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run")
     audit, is_full = Audit.add, False
