@@ -15,9 +15,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.sentinel-setup
 TRAINERS := $(VENV)/.sentinel-trainers
 DOCS := $(VENV)/.sentinel-docs
-# One worker more than cores: a third of what the tests take is waiting for processes. One worker has all tests of a file, so
-# that what they share is made once: its reference trainings, its server that ranks are forked off.
-SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 3 --dist loadfile --no-loadscope-reorder
+# Two workers a core: half of what the tests take is waiting for processes. One worker has all tests of a file, so that what
+# they share is made once: its reference trainings, its server that ranks are forked off.
+SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 4 --dist loadfile --no-loadscope-reorder
 
 # Some hundred processes start in the tests: none of them compiles Sentinel anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -31,7 +31,7 @@ test: $(STAMP)
 	$(SUITE) -m "not long" $(PYTEST_FLAGS)
 
 quick: $(STAMP)
-	$(SUITE) -n 2 -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect --ignore tests/native \
+	$(SUITE) -n 3 -m "not long and not slow" --ignore tests/end_to_end --ignore tests/layouts --ignore tests/collect --ignore tests/native \
 		--ignore tests/deploy --hypothesis-profile quick $(PYTEST_FLAGS)
 
 # What `make test` leaves out, and properties on more examples than it draws.

@@ -99,7 +99,7 @@ COMPILERS: dict[str, Any] = {
 }
 
 
-SHORT = {"eager": MODELS.keys(), "whole": (), "blocks": {"gpt", "checkpointed reentrant", "resnet"}}
+SHORT = {"eager": MODELS.keys(), "whole": (), "blocks": {"checkpointed reentrant", "resnet"}}
 """Models of the short form: compiled those that differ most, eagerly all. A graph of the whole takes longest to make."""
 # A graph of the whole holds no reentrant checkpoint.
 CASES = [

@@ -70,7 +70,7 @@ def settle(is_settled: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("end", "config", "num_trials"),
     [
-        *(pytest.param(end, config, 8, id=f"{end}, {name}") for end in ENDS for name, config in CONFIGS.items()),
+        *(pytest.param(end, config, 5, id=f"{end}, {name}") for end in ENDS for name, config in CONFIGS.items()),
         pytest.param("out of scope", {}, 200, id="two hundred", marks=pytest.mark.long),
     ],
 )

@@ -32,7 +32,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_where_no_package_offers_anything_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.entry_points.entry_points", lambda group: [])
+    monkeypatch.setattr("sentinel.entry_points.installed", lambda group: [])
     before = threading.active_count()
 
     packages = OutsidePackages()

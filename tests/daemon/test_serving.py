@@ -333,7 +333,7 @@ def test_a_replay_says_what_differs(tmp_path: Path, golden: Path) -> None:
     assert result.first_difference is not None
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))])
 def test_reading_in_other_portions_decides_the_same(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     source = planted_run(tmp_path / "golden" / "run")

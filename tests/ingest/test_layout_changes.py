@@ -168,7 +168,7 @@ def write_and_follow(run_dir: Path, seed: int, *, is_lavish: bool, kills: bool) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_verdicts_are_those_of_a_run_that_says_everything_anew(seed: int, tmp_path: Path) -> None:
     lavish, lavish_ranks = write_and_follow(tmp_path / "lavish", seed, is_lavish=True, kills=False)
     thrifty, ranks = write_and_follow(tmp_path / "thrifty", seed, is_lavish=False, kills=False)

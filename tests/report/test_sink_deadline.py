@@ -10,6 +10,9 @@ import pytest
 from sentinel.report.sinks import cutting
 from sentinel.report.sinks.delivery import HttpPoster
 
+# Most wait for a deadline of two seconds, long enough for a busy machine to come so far.
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 2.0
 DRIP_S = 0.05
 

@@ -183,7 +183,7 @@ def test_one_permission_is_not_the_next_commands(own: Path, capsys: Any) -> None
 def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(own))
     point = importlib.metadata.EntryPoint("AboveRecord", "my_detectors:AboveRecord", ENTRY_POINTS)
-    monkeypatch.setattr("sentinel.entry_points.entry_points", lambda group: [point])
+    monkeypatch.setattr("sentinel.entry_points.installed", lambda group: [point])
     pack = own / "record.yaml"
     pack.write_text(pack.read_text().replace("my_detectors:AboveRecord", "AboveRecord"))
 
@@ -257,7 +257,7 @@ def test_a_name_that_two_packages_offer_is_neithers(
     points = [
         importlib.metadata.EntryPoint("AboveRecord", f"{module}:AboveRecord", ENTRY_POINTS) for module in ("one", "two")
     ]
-    monkeypatch.setattr("sentinel.entry_points.entry_points", lambda group: points)
+    monkeypatch.setattr("sentinel.entry_points.installed", lambda group: points)
     pack = own / "record.yaml"
     pack.write_text(pack.read_text().replace("my_detectors:AboveRecord", "AboveRecord"))
 

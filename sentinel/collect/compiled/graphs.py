@@ -99,6 +99,14 @@ def run_as_it_is(code: CodeType) -> None:
         skip(code)
 
 
+def leave_alone(function: Any) -> None:
+    """Have the compiler neither compile a function nor look into it from a caller that it compiles: a graph ends there."""
+    run_as_it_is(function.__code__)
+    # What torch.compiler.disable says of its functions, without the import of the compiler, which takes seconds.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = None
+
+
 # -- which parts are compiled ------------------------------------------------------------------------------------------
 
 

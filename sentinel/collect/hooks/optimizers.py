@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sentinel.collect.compiled.graphs import compiler_is_back, compiler_steps_aside, leave_alone
 from sentinel.collect.hooks.weak import weakly
 
 Params = list[torch.Tensor]
@@ -210,6 +211,7 @@ class OptimizerHooks:
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Called when a torch optimizer of this process steps: watch it if it steps parameters of the model."""
+        former = compiler_steps_aside()
         try:
             if optimizer in self._met:
                 return
@@ -223,6 +225,8 @@ class OptimizerHooks:
                 self._watch(optimizer, "").is_dirty = True
         except Exception as error:
             self._guard("optimizer", error)
+        finally:
+            compiler_is_back(former)
 
     def _join(self, outer: WatchedOptimizer, inner: Any) -> None:
         """`inner` writes parameters of a watched optimizer: it is what that one is made of."""
@@ -282,11 +286,15 @@ class OptimizerHooks:
 
         def guarded(call: Callable[[], None]) -> Callable[[], None]:
             def safely() -> None:
+                former = compiler_steps_aside()
                 try:
                     call()
                 except Exception as error:
                     self._guard(name, error)
+                finally:
+                    compiler_is_back(former)
 
+            leave_alone(safely)
             return safely
 
         wrap = InstanceWrap(owner, name, guarded(before), None if after is None else guarded(after))
@@ -317,6 +325,7 @@ class OptimizerHooks:
         return None
 
     def _before_step(self, watched: WatchedOptimizer, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        former = compiler_steps_aside()
         try:
             is_nested = self.running is not None and any(one.optimizer is optimizer for one in self._calls)
             call = _OpenStepCall(watched, optimizer, sys._getframe(1), is_nested)
@@ -335,6 +344,8 @@ class OptimizerHooks:
                 self._listener.about_to_step(watched, optimizer, is_announced=True)
         except Exception as error:
             self._guard("optimizer", error)
+        finally:
+            compiler_is_back(former)
         return None
 
     def _zeroed(self, watched: WatchedOptimizer | None) -> None:
@@ -344,6 +355,7 @@ class OptimizerHooks:
 
     def _evaluated(self, call: _OpenStepCall) -> None:
         """A closure has returned: the gradients of this evaluation are complete."""
+        former = compiler_steps_aside()
         try:
             call.num_evaluations += 1
             if self._is_made_of_others(call) or (call.num_evaluations > 1 and call.watched.keeps_first):
@@ -353,8 +365,11 @@ class OptimizerHooks:
             self._listener.about_to_step(call.watched, call.optimizer, is_announced=is_announced)
         except Exception as error:
             self._guard("optimizer", error)
+        finally:
+            compiler_is_back(former)
 
     def _after_step(self, watched: WatchedOptimizer, optimizer: Any, args: Any, kwargs: Any) -> None:
+        former = compiler_steps_aside()
         try:
             while self._calls and self._calls[-1].optimizer is not optimizer:
                 self._calls.pop()  # They raised, and this one went on.
@@ -370,9 +385,16 @@ class OptimizerHooks:
             self._listener.stepped(watched, optimizer)
         except Exception as error:
             self._guard("optimizer", error)
+        finally:
+            compiler_is_back(former)
 
     def _is_made_of_others(self, call: _OpenStepCall) -> bool:
         return bool(call.watched.inner) and call.watched.optimizer() is call.optimizer
+
+    # Where a whole training step is compiled, what is called around the optimizer stays as it is.
+    for called in (_meet, _before_step, _evaluated, _after_step):
+        leave_alone(called)
+    del called
 
 
 class SecondPhase:

@@ -103,17 +103,13 @@ class Shaped(nn.Module):
 
 ONE_BLOCK = functools.partial(TinyModel, num_blocks=1)
 """For tests that ask nothing of a second block: half of the time is spent on tracing it."""
-NEARLY_THE_SAME = ("in place", "blocks wrapped")
-"""Styles of which "whole" and "blocks" make the same graphs, by another call of torch."""
-
-
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("style", "config"),
     [
-        *(pytest.param(style, FULL, marks=pytest.mark.long if style in NEARLY_THE_SAME else ()) for style in STYLES),
+        *(pytest.param(style, FULL, marks=() if style in ("whole", "blocks") else pytest.mark.long) for style in STYLES),
         ("whole", BLACK_BOX),
         pytest.param("function", BLACK_BOX, marks=pytest.mark.long),
     ],
@@ -157,7 +153,7 @@ def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path
         pytest.param("checkpointed reentrant", each_block("aot_eager"), marks=pytest.mark.long),
         pytest.param("tied", whole("aot_eager"), marks=pytest.mark.long),
         ("in place", whole("aot_eager")),
-        ("nested", whole("aot_eager")),
+        pytest.param("nested", whole("aot_eager"), marks=pytest.mark.long),
         ("broken", whole("aot_eager", fullgraph=False)),
         ("tied", whole("eager")),
     ],
@@ -224,7 +220,20 @@ def test_a_retained_graph_counts_once(tmp_path: Path) -> None:
     assert watched.said is not None and len(watched.said.of(1, "dgrad", "blocks.0")) == 3
 
 
-def test_a_whole_training_step_may_be_compiled(tmp_path: Path) -> None:
+def list_compiled_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the file of each function is added that the compiler compiles from now on."""
+    files: list[str] = []
+    convert = torch._dynamo.convert_frame._compile
+
+    def noted(code: Any, *args: Any, **kwargs: Any) -> Any:
+        files.append(code.co_filename)
+        return convert(code, *args, **kwargs)
+
+    monkeypatch.setattr("torch._dynamo.convert_frame._compile", noted)
+    return files
+
+
+def test_a_whole_training_step_may_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(folder: Path, is_compiled: bool) -> tuple[list[float], Said]:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -245,10 +254,13 @@ def test_a_whole_training_step_may_be_compiled(tmp_path: Path) -> None:
         return losses, Said(folder / "run")
 
     losses, said = steps(tmp_path / "plain", False)
+    compiled = list_compiled_files(monkeypatch)
     compiled_losses, compiled_said = steps(tmp_path / "compiled", True)
 
     assert_same_rows(said, compiled_said)
     assert compiled_losses == losses
+    assert any(file.endswith("test_graphs.py") for file in compiled)
+    assert not [file for file in compiled if file.startswith(sentinel.__path__[0])], "something of ours was compiled"
 
 
 def test_evaluation_in_between_leaves_no_rows(tmp_path: Path) -> None:
@@ -303,7 +315,9 @@ def switch(monitor: Any, step: int, model: nn.Module) -> None:
         monitor.enable(["dgrad_in"])
 
 
-@pytest.mark.parametrize("style", ["whole", "blocks", pytest.param("function", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "style", ["whole", *(pytest.param(style, marks=pytest.mark.long) for style in ("blocks", "function"))]
+)
 def test_full_monitoring_is_one_second_graph_and_nothing_else_is_compiled(tmp_path: Path, style: str) -> None:
     compile_it = STYLES[style]("aot_eager")
 

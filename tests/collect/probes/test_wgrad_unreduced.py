@@ -299,7 +299,7 @@ def test_a_sparse_gradient_is_told_once(run: Path) -> None:
     assert np.isfinite(norm(said.of(0, "wgrad_unreduced", "1.weight")[0]))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_in_a_compiled_model_each_micro_batch_has_its_own_gradient(in_place: bool, run: Path) -> None:
     torch._dynamo.reset()
     model = TinyModel()

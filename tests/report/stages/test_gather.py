@@ -16,6 +16,7 @@ from sentinel.report.stages.gather import DigestConfig
 from ...support.anomalies import an_incident
 from ...support.sink_bench import AT_ONCE, FakeResendingSink, FakeSink, SinkBench
 
+CRITICAL = {"severity": Severity.CRITICAL}
 PAGE = {"severity": Severity.CRITICAL, "paged": True}
 
 
@@ -36,7 +37,8 @@ def storm(bench, num, seconds, at_once=1, **fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_runs", "fields"), [(8, {}), (1, {}), (1, {"severity": Severity.CRITICAL}), (1, PAGE), (8, PAGE)]
+    ("num_runs", "fields"),
+    [(8, {}), (1, PAGE), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, {}), (1, CRITICAL), (8, PAGE)))],
 )
 def test_two_thousand_onsets_in_five_minutes_are_at_most_three_messages(num_runs, fields):
     bench = SinkBench(FakeSink(digest_after=5), telling=Telling(num_runs=lambda: num_runs))
