@@ -83,18 +83,18 @@ def outside_parts(group: str, taken: Container[str] = ()) -> Iterator[OutsidePar
         yield OutsidePart(group, point, [one for one in points if one.name == point.name and one is not point])
 
 
-def installed(group: str) -> Iterable[EntryPoint]:
+def installed(group: str) -> EntryPoints:
     """Return the entry points of a group that all installed packages offer."""
-    return _read(tuple((folder, _changed_ns(folder)) for folder in sys.path)).select(group=group)
+    return _read(group, tuple((folder, _changed_ns(folder)) for folder in sys.path))
 
 
-@functools.lru_cache(maxsize=1)
-def _read(_: tuple[tuple[str, int], ...]) -> EntryPoints:
+@functools.lru_cache(maxsize=16)
+def _read(group: str, _: tuple[tuple[str, int], ...]) -> EntryPoints:
     """Read them once for each state of the search path, which takes half as long as loading a rule pack.
 
     The state is each folder with the time, in ns, at which something was last added to it or removed.
     """
-    return entry_points()
+    return entry_points(group=group)
 
 
 def _changed_ns(folder: str) -> int:

@@ -24,7 +24,7 @@ NOUNS = {
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
-    "exports", "control", "store", "daemon", "web", "cli",
+    "exports", "control", "store", "history", "daemon", "web", "cli",
 }  # fmt: skip
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exports": {"ingest", "store", "wire", "explain", "report"},
     "control": {"wire"},
     "store": set(),
+    "history": {"exports"},  # the merged steps
     "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},
     "web": set(),
     "daemon": STAGES - {"collect", "cli", "daemon"},

@@ -9,6 +9,7 @@ from sentinel.anomaly import Anomaly
 from sentinel.control.proposal import Proposal
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.run_files import RunFiles
+from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.snapshots import Acknowledgement, Snapshots, snapshot_of
 from sentinel.daemon.stages import RunStages
 from sentinel.decision import Decision, Tick, encode_decision
@@ -34,6 +35,7 @@ class StepCommits:
         snapshots: Snapshots,
         acknowledgement: Acknowledgement,
         takes: Callable[[Proposal], bool],
+        history: RunHistory,
     ) -> None:
         """takes: whether anybody follows a proposal; what nobody follows is not kept."""
         self.judged = journal.judged
@@ -44,7 +46,7 @@ class StepCommits:
         """Anomalies since the run began."""
         self._journal, self._files, self._alerts = journal, files, alerts
         self._snapshots, self._acknowledgement = snapshots, acknowledgement
-        self._takes = takes
+        self._takes, self._history = takes, history
         self._commit: Commit | None = None
         self._num_decisions = 0
         self._has_alerts = False
@@ -112,7 +114,8 @@ class StepCommits:
     def flush(self, stages: RunStages) -> None:
         """Commit what was added, with a snapshot where one is due."""
         if self._commit is not None:
-            self._write(self._commit, stages, with_snapshot=self._snapshots.is_due(time.monotonic()))
+            is_due = self._snapshots.is_due(time.monotonic()) and self._history.has(self._snapshots.seq)
+            self._write(self._commit, stages, with_snapshot=is_due)
 
     def keep(self, stages: RunStages) -> None:
         """Have a snapshot of the newest state, whatever is due; none of one that is older than what was judged before."""
@@ -131,6 +134,7 @@ class StepCommits:
         self._has_alerts = self._has_alerts or any(one.topic != "escalation" for one in commit.outbox)
         if with_snapshot:
             self._acknowledgement.advance(stages.assembler.positions())
+            self._history.flush()
 
 
 def _found(anomaly: Anomaly) -> FoundAnomaly:

@@ -10,6 +10,7 @@ import msgspec
 from sentinel.control.config import ControlConfig
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
+from sentinel.history.config import HistoryConfig
 from sentinel.judge.config import JudgingConfig
 from sentinel.rank_identity import label_problem
 from sentinel.report.heartbeat import HeartbeatConfig
@@ -26,6 +27,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     control: ControlConfig = ControlConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     retention: RetentionConfig = RetentionConfig()
+    history: HistoryConfig = HistoryConfig()
     labels: dict[str, str] = {}
     """Labels of every run that the daemon serves: `cluster: a`. Those of a run itself take precedence."""
 

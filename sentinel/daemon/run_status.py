@@ -11,6 +11,7 @@ from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
 from sentinel.daemon.gauges import RunGauges, progress_of
 from sentinel.daemon.run_files import RunFiles
+from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.snapshots import Acknowledgement
 from sentinel.daemon.spool_watch import SpoolWatch
@@ -34,12 +35,14 @@ class RunStatus:
         acknowledgement: Acknowledgement,
         spool_watch: SpoolWatch,
         journal_writes: WriteClock,
+        history: RunHistory,
     ) -> None:
         self.writes = (journal_writes, files.writes)
         """How long writes take: of the journal, and of the files."""
         self._paths, self._gauges, self._notices, self._commits = paths, gauges, notices, commits
         self._commanding, self._files = commanding, files
         self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
+        self._history = history
         self._published = gauges.metrics
 
     def publish(self, stages: RunStages, now: float, heard: Collection[int] = ()) -> None:
@@ -72,7 +75,7 @@ class RunStatus:
         """Return what is wrong with the run, in words."""
         others = (
             self._acknowledgement.problem, self._spool_watch.problem, *self._files.problems, self._commanding.problem,
-            self._commanding.config_problem,
+            self._commanding.config_problem, self._history.problem,
         )  # fmt: skip
         return [*self._notices.problems, *filter(None, (*others, self.slow_disk))]
 

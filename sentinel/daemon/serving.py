@@ -31,6 +31,7 @@ from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.live_ranks import LiveRanks, StepStart
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
+from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.run_status import RunStatus
@@ -98,18 +99,22 @@ class ServedRun:
                     self.journal, config.notify.routes(), self._contexts.of, config.notify.escalate
                 )
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
+                self._history = RunHistory(paths.run_dir, config.history)
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
                 self._spool_pruning = SpoolPruning(self.name, paths.run_dir / "spool", config.retention)
                 self._retention = RunRetention(self.name, self.journal, self._files, self._packs, config.retention)
                 self._commits = StepCommits(
-                    self.journal, self._files, self._alerts, self._snapshots, acknowledgement, self.commanding.takes
-                )
+                    self.journal, self._files, self._alerts, self._snapshots, acknowledgement, self.commanding.takes,
+                    self._history,
+                )  # fmt: skip
                 self.status = RunStatus(
                     paths, self._gauges, self._notices, self._commits, self.commanding, self._files, acknowledgement,
-                    self._spool_watch, self.journal.writes,
+                    self._spool_watch, self.journal.writes, self._history,
                 )  # fmt: skip
                 self._stages = self._restored(config)
+                self._history.begin(self._snapshots.seq)
+                opened.callback(self._history.close)
                 opened.callback(self._stages.watch.close)
                 self._use_newest_pack()
                 self._replay()
@@ -232,7 +237,7 @@ class ServedRun:
             made.restore(snapshot.judge, snapshot.ingest)
             return made
 
-        found = self._snapshots.restore(restored)
+        found = self._snapshots.restore(restored, self._history.decision)
         if found is None and self.journal.cut.seq:
             raise StoreError(
                 f"{self.paths.journal}: none of its snapshots can be used, and it begins with decision "
@@ -333,10 +338,11 @@ class ServedRun:
                 judgement = self._stages.judged(one, decision.pack_hash)
             if isinstance(one, Tick):
                 self._gauges.take_anomalies(judgement.anomalies if is_new else ())
+                self._history.pass_by(one)
             else:
                 newest = one
                 self._gauges.take_step(one, judgement.anomalies, is_new=is_new)
-                self.recent.add(one)
+                self._history.take(self.recent.add(one), judgement)
                 self._notices.take_step(one)
                 if is_new and one.parts:
                     ended.append(max(part.time for part in one.parts))

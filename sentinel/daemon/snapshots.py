@@ -55,9 +55,13 @@ class Snapshots:
         self.seq = seq
         self._due = begun + max(self.interval_s, took / SNAPSHOT_SHARE)
 
-    def restore(self, make: Callable[[Snapshot], _Made]) -> tuple[_Made, Snapshot] | None:
-        """Return what `make` makes of the newest that it can make anything of; None: there is none. Others are dropped."""
-        for seq, body in self._journal.snapshots():
+    def restore(self, make: Callable[[Snapshot], _Made], until: int | None = None) -> tuple[_Made, Snapshot] | None:
+        """Return what `make` makes of the newest that it can make anything of; None: there is none. Others are dropped.
+
+        until: a decision; one of it or before is better than a newer one, for what came behind it is wanted again.
+        """
+        known = list(self._journal.snapshots())
+        for seq, body in sorted(known, key=lambda one: until is not None and one[0] > until):
             try:
                 snapshot = Snapshot.read(body)
                 made = make(snapshot)

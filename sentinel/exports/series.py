@@ -326,13 +326,17 @@ class RecentSteps:
         self._steps: deque[MergedStep] = deque()
         self.num_bytes = 0
 
-    def add(self, view: StepView) -> None:
-        """Keep a judged step; the oldest go. One that the run goes back to takes the place of the former."""
+    def add(self, view: StepView) -> MergedStep:
+        """Keep a judged step, and return what is kept of it; the oldest go.
+
+        One that the run goes back to takes the place of the former.
+        """
         step = MergedStep.of(view)
         self._steps.append(step)
         self.num_bytes += step.num_bytes
         while len(self._steps) > 1 and (self.num_bytes > self._max_bytes or self._num_layouts() > RECENT_LAYOUTS):
             self.num_bytes -= self._steps.popleft().num_bytes
+        return step
 
     def _num_layouts(self) -> int:
         # The layout changes seldom: only where it does the others are looked at.

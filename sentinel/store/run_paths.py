@@ -26,7 +26,7 @@ def refuse_planted(run_dir: Path) -> None:
 
     Looks at what lies in the run, in its state and beside its anomalies, and at the folders of its spool.
     """
-    for folder in (run_dir, *(run_dir / name for name in (".daemon", "anomalies", "acts", "control", "spool"))):
+    for folder in (run_dir, *(run_dir / name for name in (".daemon", "anomalies", "acts", "control", "history", "spool"))):
         try:
             entries = list(os.scandir(folder))
         except (FileNotFoundError, NotADirectoryError):

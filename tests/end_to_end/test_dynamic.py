@@ -94,6 +94,9 @@ class Trainer:
             if content["type"] == "ChangeConfig":
                 change = msgspec.convert(content, ChangeConfig)
                 found[change.text_hash] = change
+            elif content["type"] == "WithdrawCommand":
+                # It came too late and nobody obeyed it; until it is given again nothing is in force.
+                found = {text: one for text, one in found.items() if one.id != content["withdraws"]}
         return list(found.values())
 
     def obeyed(self, num_changes: int, num_steps: int) -> ChangeConfig:

@@ -15,6 +15,7 @@
 | count how often the host waits for a device | `host_waits`: `HostWaits` |
 | run a function on several ranks | `forked`: `start_ranks`; `ports`: `free_port` |
 | start a program that needs torch, or a command | `warm`: `interpreter`, `cli` |
+| have judged steps that nobody judged | `merged_steps`: `merged_step`, `FlatLayout` |
 | judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |

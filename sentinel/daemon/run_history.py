@@ -1,0 +1,73 @@
+"""RunHistory: the history of a served run, where one is written; and what a restart must give it again.
+
+A snapshot is taken once the history has what the one before it stands for. So of the two that a journal keeps the older one
+has nothing behind it that the history lacks and the spool may have let go of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sentinel.decision import Tick
+from sentinel.exports.series import MergedStep
+from sentinel.history.config import HistoryConfig
+from sentinel.judge.judge import Judgement
+
+if TYPE_CHECKING:
+    from sentinel.history.writer import HistoryWriter
+
+FOLDER = "history"
+
+
+class RunHistory:
+    """Of one run. Called by the loop."""
+
+    def __init__(self, run_dir: Path, config: HistoryConfig) -> None:
+        """StoreError when a history is there and cannot be read."""
+        self._folder, self._config = run_dir / FOLDER, config
+        self._writer: HistoryWriter | None = None
+        self.decision: int | None = None
+        """The last decision that the history had when it was opened; None: none is written, or it begins now."""
+        if config.enabled:
+            from sentinel.history.manifest import read_manifest
+
+            self.decision = read_manifest(self._folder).decision or None
+
+    def begin(self, after: int) -> None:
+        """Write from now on. after: the last decision that is not judged again."""
+        if self._config.enabled:
+            from sentinel.history.writer import HistoryWriter
+
+            self._writer = HistoryWriter(self._folder, self._config, after=after)
+
+    @property
+    def problem(self) -> str:
+        """Why the newest steps are not in it, in words; empty: they are, or will be."""
+        return f"the history is not written: {self._writer.problem}" if self._writer and self._writer.problem else ""
+
+    def has(self, decision: int) -> bool:
+        """Return whether a restart need not give it again what was decided up to a decision."""
+        return self._writer is None or self._writer.decision >= decision
+
+    def take(self, step: MergedStep, judgement: Judgement) -> None:
+        """Take in a judged step, and where anomalies began; what it has already it leaves."""
+        if self._writer is not None:
+            self._writer.take(step)
+            if onsets := [one.step for one in judgement.anomalies if one.event == "onset"]:
+                self._writer.take_onsets(onsets)
+
+    def pass_by(self, tick: Tick) -> None:
+        """Take note of a decision that closed no step."""
+        if self._writer is not None:
+            self._writer.pass_by(tick.seq)
+
+    def flush(self) -> None:
+        """Have what waits written soon."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,113 @@
+"""Compaction: many small files of a history become few large ones, and old steps become buckets.
+
+Each function takes a manifest and returns another one; files are written beside those that are there, and nothing is
+deleted here. Killed at any point, a writer leaves the former manifest with all its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sentinel.history.buckets import buckets_of, merged
+from sentinel.history.config import HistoryConfig
+from sentinel.history.history_files import read_files, write_file
+from sentinel.history.manifest import HistoryFile, Manifest, Retired
+from sentinel.history.table_schemas import WIDTHS, Columns, in_order
+
+FAN = 8
+"""Files of one level that are merged into one of the next."""
+MOST_ROWS = 2**21
+"""Rows of a file that is merged no more: some 40 MB, read in one go where a whole table is."""
+KEPT = 99
+"""Level of files that hold what lies about anomalies; they are merged with nothing."""
+
+
+def compacted(folder: Path, manifest: Manifest, now: float) -> Manifest:
+    """Merge files until no level has too many; moments that are merged for the first time have their buckets made too."""
+    tables = ("moments", "steps", *(f"moments_{width}" for width in WIDTHS))
+    while True:
+        before = manifest
+        for table in tables:
+            manifest = _merged_once(folder, manifest, table, now)
+        if manifest is before:
+            return manifest
+
+
+def _merged_once(folder: Path, manifest: Manifest, table: str, now: float) -> Manifest:
+    files = manifest.of(table)
+    for level in sorted({one.level for one in files} - {KEPT}):
+        several = [one for one in files if one.level == level][:FAN]
+        if len(several) == FAN and sum(one.rows for one in several) <= MOST_ROWS * (1 if level else FAN):
+            rows = in_order(read_files(folder, several))
+            made = [_written(folder, table, rows, several, level + 1)]
+            if table == "moments" and level == 0:
+                made += _coarser(folder, rows, several)
+            elif table.startswith("moments_"):
+                made = [_written(folder, table, merged(rows, int(table.rpartition("_")[2])), several, level + 1)]
+            return replaced(manifest, several, made, now)
+    return manifest
+
+
+def _coarser(folder: Path, rows: Columns, sources: Sequence[HistoryFile]) -> list[HistoryFile]:
+    made = []
+    parts = buckets_of(rows, WIDTHS[0])
+    for width in WIDTHS:
+        parts = merged(parts, width)
+        made.append(_written(folder, f"moments_{width}", parts, sources, 0))
+    return made
+
+
+def _written(folder: Path, table: str, rows: Columns, sources: Sequence[HistoryFile], level: int) -> HistoryFile:
+    first, last = sources[0].name.split("-")[1], sources[-1].name.split("-")[2].partition(".")[0]
+    return write_file(folder, f"{table}-{first}-{last}.{level}.parquet", table, rows, level=level)
+
+
+def expired(folder: Path, manifest: Manifest, config: HistoryConfig, anomalies: Sequence[int], now: float) -> Manifest:
+    """Let go of single steps that are too old, and of what there is no room for. anomalies: steps of their onsets."""
+    newest = max((one.last_step for one in manifest.files), default=-1)
+    if config.full_steps:
+        for one in manifest.of("moments"):
+            if 0 < one.level < KEPT and one.last_step <= newest - config.full_steps:
+                manifest = _thinned(folder, manifest, one, config.around_steps, anomalies, now)
+    if config.bytes:
+        for table in ("moments", *(f"moments_{width}" for width in WIDTHS[:-1])):
+            for one in manifest.of(table):
+                # What was just written has no buckets yet.
+                if manifest.num_bytes > config.bytes and (table != "moments" or one.level > 0):
+                    manifest = replaced(manifest, [one], [], now)
+                    if table == "moments":
+                        manifest = _cut(manifest, one)
+    return manifest
+
+
+def _thinned(
+    folder: Path, manifest: Manifest, one: HistoryFile, around: int, anomalies: Sequence[int], now: float
+) -> Manifest:
+    near = np.array(sorted(step for step in anomalies if one.first_step - around <= step <= one.last_step + around))
+    kept: list[HistoryFile] = []
+    if len(near) and around:
+        rows = read_files(folder, [one])
+        at = np.searchsorted(near, rows["step"] - around)
+        is_near = (at < len(near)) & (near[np.minimum(at, len(near) - 1)] <= rows["step"] + around)
+        if is_near.any():
+            kept.append(_written(folder, "moments", {name: values[is_near] for name, values in rows.items()}, [one], KEPT))
+    return _cut(replaced(manifest, [one], kept, now), one)
+
+
+def _cut(manifest: Manifest, one: HistoryFile) -> Manifest:
+    return msgspec.structs.replace(manifest, full_from=max(manifest.full_from, one.last_step + 1))
+
+
+def replaced(manifest: Manifest, gone: Sequence[HistoryFile], made: Sequence[HistoryFile], now: float) -> Manifest:
+    """Return the manifest with some files in the place of others. now: seconds since the epoch."""
+    left = {one.name for one in gone}
+    # New ones stand where the former did, so that the files of a table stay in the order of their steps.
+    at = min((place for place, one in enumerate(manifest.files) if one.name in left), default=len(manifest.files))
+    before = [one for one in manifest.files[:at] if one.name not in left]
+    behind = [one for one in manifest.files[at:] if one.name not in left]
+    retired = (*manifest.retired, *(Retired(one.name, now) for one in gone))
+    return msgspec.structs.replace(manifest, files=(*before, *made, *behind), retired=retired)

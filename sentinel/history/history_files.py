@@ -1,0 +1,76 @@
+"""The Parquet files of a history: how one is written and read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sentinel.errors import StoreError
+from sentinel.history.manifest import PART, HistoryFile
+from sentinel.history.table_schemas import ROWS_PER_GROUP, SCHEMAS, Columns, columns_of, joined, table_of
+from sentinel.private_files import create_file
+
+
+def write_file(folder: Path, name: str, table: str, columns: Columns, *, level: int = 0) -> HistoryFile:
+    """Write the rows of a table into a file that nobody sees until a manifest names it. OSError where that fails."""
+    arrow = table_of(table, columns)
+    part = folder / f"{PART}{name}"
+    fd = create_file(part, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
+    with os.fdopen(fd, "wb") as file:
+        _write(arrow, file)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    part.replace(folder / name)
+    steps = columns.get("step")
+    has_steps = steps is not None and len(steps) > 0
+    return HistoryFile(
+        name=name,
+        table=table,
+        level=level,
+        rows=arrow.num_rows,
+        bytes=size,
+        attempt=int(columns["attempt"][0]) if has_steps else 0,
+        first_step=int(steps.min()) if has_steps and steps is not None else 0,
+        last_step=int(columns.get("last_step", columns["step"]).max()) if has_steps else -1,
+    )
+
+
+def _write(table: pa.Table, file: object) -> None:
+    floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
+    encodings = dict.fromkeys(floats, "BYTE_STREAM_SPLIT")
+    for name in ("step", "last_step", "decision"):
+        if name in table.schema.names:
+            encodings[name] = "DELTA_BINARY_PACKED"
+    pq.write_table(
+        table,
+        file,
+        row_group_size=ROWS_PER_GROUP,
+        compression="zstd",
+        use_dictionary=[name for name in table.schema.names if name not in encodings],
+        column_encoding=encodings,
+        version="2.6",
+        write_page_index=True,
+    )
+
+
+def read_files(folder: Path, files: Sequence[HistoryFile]) -> Columns:
+    """Return the rows of some files of one table, file behind file. StoreError names one that cannot be read."""
+    return joined([read_file(folder / one.name) for one in files])
+
+
+def read_file(path: Path) -> Columns:
+    """Return the rows of a file."""
+    try:
+        return columns_of(pq.read_table(path, memory_map=True, partitioning=None))
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(f"{path}: expected a Parquet file of a history, got: {error}") from error
+
+
+def empty(table: str) -> Columns:
+    """Return no rows of a table."""
+    return columns_of(SCHEMAS[table].empty_table())

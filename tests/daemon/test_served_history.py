@@ -1,0 +1,124 @@
+"""The history of a served run: every judged step once, whatever ended the daemon; and the judgement is as without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.serving import ServedRun
+from sentinel.history import writer
+from sentinel.history.config import HistoryConfig
+from sentinel.history.questions import asking
+from sentinel.judge.config import JudgingConfig
+from sentinel.store.journal import Journal
+from sentinel.testing import Nan
+
+from ..support.results import decisions, result_bytes
+from ..support.serving import catch_up, judge_run, served, small_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("snapshots_may_take_all_the_time")]
+
+EVERY_STEP = JudgingConfig(snapshot_interval_s=0.0)
+WITH = DaemonConfig(judging=EVERY_STEP, history=HistoryConfig(enabled=True, flush_s=0.05))
+
+
+class Killed(BaseException):
+    """The daemon is gone, in the middle of what it did."""
+
+
+def answer(run_dir: Path, query: str) -> list[Any]:
+    with asking({"run": run_dir}) as connection:
+        return connection.execute(query).fetchall()
+
+
+def let_go(run: ServedRun) -> None:
+    """End the threads of a daemon that was killed; what it would still have written is published to nobody."""
+    run._history._writer._publish = lambda manifest: None
+    run.close()
+
+
+def test_every_judged_step_is_in_it_with_what_was_found(tmp_path: Path) -> None:
+    source = small_run(tmp_path / "run").plant(Nan(step=12, module="layers.2"))
+    source.write(40)
+    source.end()
+    judge_run(tmp_path / "run", WITH, is_over=True)
+
+    assert answer(tmp_path / "run", "SELECT count(*), min(step), max(step) FROM steps") == [(40, 0, 39)]
+    names = answer(tmp_path / "run", "SELECT DISTINCT name FROM moments WHERE nans > 0 AND step = 12 ORDER BY name")
+    assert any(name.startswith("layers.2") for (name,) in names)
+    joined = (
+        "SELECT DISTINCT m.name FROM moments m JOIN anomalies a ON a.tag_name = m.name AND a.step = m.step WHERE m.nans > 0"
+    )
+    assert answer(tmp_path / "run", joined)
+    assert answer(tmp_path / "run", "SELECT count(DISTINCT id) > 0 FROM incidents") == [(True,)]
+
+
+def test_anomalies_and_incidents_are_the_same_bytes_with_it_and_without(tmp_path: Path) -> None:
+    found = []
+    for name, config in (("with", WITH), ("without", DaemonConfig(judging=EVERY_STEP))):
+        source = small_run(tmp_path / name / "run").plant(Nan(step=12, module="layers.2"))
+        source.write(40)
+        judge_run(tmp_path / name / "run", config, is_over=True)
+        found.append(result_bytes(tmp_path / name / "run"))
+
+    assert found[0] == found[1] and any(found[0])
+
+
+@pytest.mark.parametrize("point", ["record", "commit"])
+@pytest.mark.parametrize("after", [3, 17])
+def test_a_daemon_that_is_killed_leaves_a_history_that_the_next_one_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: int
+) -> None:
+    source = small_run(tmp_path / "run")
+    source.write(20)
+    original: Callable[..., Any] = getattr(Journal, point)
+    calls = []
+
+    def killed(self: Journal, *arguments: Any, **options: Any) -> Any:
+        calls.append(point)
+        if len(calls) == after:
+            raise Killed
+        return original(self, *arguments, **options)
+
+    for _ in range(3):
+        run = served(tmp_path / "run", WITH)
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, point, killed)
+            calls.clear()
+            with pytest.raises(Killed):
+                for _ in range(50):
+                    source.write(1)
+                    catch_up(run)
+        let_go(run)
+    judge_run(tmp_path / "run", WITH)
+
+    num = source.step
+    assert [one.step for one in decisions(tmp_path / "run")] == list(range(num))
+    for view in ("steps", "scalars WHERE name = 'loss'"):
+        assert answer(tmp_path / "run", f"SELECT count(*), count(DISTINCT step), max(step) FROM {view}") == [
+            (num, num, num - 1)
+        ]
+    assert not answer(tmp_path / "run", "SELECT series, step FROM moments GROUP BY ALL HAVING count(*) > 1")
+
+
+def test_a_history_that_cannot_be_written_is_a_problem_of_the_run_that_judges_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_file", full)
+    source = small_run(tmp_path / "run").plant(Nan(step=12, module="layers.2"))
+    source.write(40)
+    run = served(tmp_path / "run", WITH)
+    catch_up(run)
+    run.finish(0.0, is_over=False, deadline=float("inf"))
+    run.close()
+
+    (problem,) = [one for one in run.status.problems() if "history" in one]
+    assert "No space left on device" in problem
+    assert run.status.metrics().num_steps_judged == 40
