@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from sentinel.aggregate import rows_at
 from sentinel.exports.series import MergedStep
-from sentinel.history.table_schemas import STATISTICS, Columns, joined
+from sentinel.history.table_schemas import STATISTICS, Columns
 from sentinel.moments import EMPTY, Moments
 from sentinel.record import STATS_DTYPE
 from sentinel.step_view import Layout
@@ -72,8 +74,27 @@ class SeriesIds:
 
 
 def moments_rows(steps: Sequence[MergedStep], ids: SeriesIds) -> Columns:
-    """Return the rows of the table `moments` of some steps, in the order of the steps."""
-    return joined([*(_tensors(one, ids) for one in steps), *(_scalars(one, ids) for one in steps)])
+    """Return the rows of the table `moments` of some steps: step by step, the scalars of each behind its tensors."""
+    parts = [one for step in steps for one in (_tensors(step, ids), _scalars(step, ids))]
+    whose = [step for step in steps for _ in range(2)]
+    sizes = [len(one.series) for one in parts]
+    stats = np.concatenate([one.stats for one in parts])
+    moments = Moments(stats) if len(stats) else Moments(np.empty(0, STATS_DTYPE))
+    # Of summands no more is known than that something in them is not finite.
+    is_unknown = np.concatenate([one.is_partial for one in parts])
+    values = {name: np.where(is_unknown, np.nan, moments.statistic(name)) for name in STATISTICS}
+    return {
+        "series": np.concatenate([one.series for one in parts]),
+        "attempt": np.repeat(np.array([one.attempt for one in whose], np.int32), sizes),
+        "step": np.repeat(np.array([one.step for one in whose], np.int64), sizes),
+        "is_whole": np.concatenate([one.is_whole for one in parts]),
+        "count": stats["count"],
+        "nans": stats["num_nan"],
+        "pos_infs": stats["num_pos_inf"],
+        "neg_infs": stats["num_neg_inf"],
+        "zeros": stats["num_zero"],
+        **{name: np.where(np.isfinite(column), column, np.nan) for name, column in values.items()},
+    }
 
 
 def steps_rows(steps: Sequence[MergedStep]) -> Columns:
@@ -88,16 +109,25 @@ def steps_rows(steps: Sequence[MergedStep]) -> Columns:
     }
 
 
-def _tensors(step: MergedStep, ids: SeriesIds) -> Columns:
-    series, partial = ids.of_layout(step.layout)
+class _Measured(NamedTuple):
+    """What one step has of several series: [rows] each."""
+
+    series: npt.NDArray[np.int32]
+    stats: npt.NDArray[np.void]
+    is_whole: npt.NDArray[np.bool_]
+    is_partial: npt.NDArray[np.bool_]
+
+
+def _tensors(step: MergedStep, ids: SeriesIds) -> _Measured:
+    series, is_partial = ids.of_layout(step.layout)
     of_row = series[step.index]
     kept = np.flatnonzero(of_row > 0)
-    index, stats = step.index[kept], step.stats[kept]
+    index = step.index[kept]
     whole = np.ones(len(index), np.bool_) if step.is_whole is None else step.is_whole[index]
-    return _rows(step, of_row[kept], stats, whole, partial[index])
+    return _Measured(of_row[kept], rows_at(step.stats, kept), whole, is_partial[index])
 
 
-def _scalars(step: MergedStep, ids: SeriesIds) -> Columns:
+def _scalars(step: MergedStep, ids: SeriesIds) -> _Measured:
     stats = np.full(len(step.scalars), EMPTY)
     for at, value in enumerate(step.scalars.values()):
         if math.isfinite(value):
@@ -107,28 +137,4 @@ def _scalars(step: MergedStep, ids: SeriesIds) -> Columns:
         else:
             stats[at]["num_nan" if math.isnan(value) else "num_pos_inf" if value > 0 else "num_neg_inf"] = 1
     series = np.array([ids.of_scalar(name) for name in step.scalars], np.int32)
-    return _rows(step, series, stats, np.ones(len(stats), np.bool_), np.zeros(len(stats), np.bool_))
-
-
-def _rows(
-    step: MergedStep,
-    series: npt.NDArray[np.int32],
-    stats: npt.NDArray[np.void],
-    whole: npt.NDArray[np.bool_],
-    partial: npt.NDArray[np.bool_],
-) -> Columns:
-    moments = Moments(stats) if len(stats) else Moments(np.empty(0, STATS_DTYPE))
-    # Of summands no more is known than that something in them is not finite.
-    values = {name: np.where(partial, np.nan, moments.statistic(name)) for name in STATISTICS}
-    return {
-        "series": series,
-        "attempt": np.full(len(series), step.attempt, np.int32),
-        "step": np.full(len(series), step.step, np.int64),
-        "is_whole": whole,
-        "count": stats["count"],
-        "nans": stats["num_nan"],
-        "pos_infs": stats["num_pos_inf"],
-        "neg_infs": stats["num_neg_inf"],
-        "zeros": stats["num_zero"],
-        **{name: np.where(np.isfinite(column), column, np.nan) for name, column in values.items()},
-    }
+    return _Measured(series, stats, np.ones(len(stats), np.bool_), np.zeros(len(stats), np.bool_))

@@ -1,0 +1,147 @@
+"""What a history costs: the judge beside it, bytes a record, and how long questions take, beside the spool.
+
+    python benchmarks/history.py [--tensors 1000] [--steps 2000] [--query-steps 100000]
+
+Judging: a synthetic run is judged twice by turns, with `history.enabled` and without, from its spool to the end; seconds of
+the thread that judges, and by the clock. Questions: of moments that nobody trained, written at full rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.serving import ServedRun
+from sentinel.exports.series import MergedStep
+from sentinel.history.config import HistoryConfig
+from sentinel.history.manifest import read_manifest
+from sentinel.history.questions import asking
+from sentinel.history.writer import HistoryWriter
+from sentinel.judge.packs import RulePacks
+from sentinel.moments import EMPTY
+from sentinel.step_view import LogicalTensor
+from sentinel.store.run_paths import RunPaths
+from sentinel.testing import SyntheticRun
+
+
+def judged_s(run_dir: Path, *, is_enabled: bool) -> tuple[float, float]:
+    """Return (processor time of this thread, time by the clock) that judging a run takes: seconds."""
+    copy = run_dir.with_name(f"copy-{is_enabled}")
+    shutil.copytree(run_dir, copy)
+    copy.chmod(0o700)
+    packs = RulePacks(())
+    packs.load()
+    run = ServedRun(RunPaths.of(copy), DaemonConfig(history=HistoryConfig(enabled=is_enabled)), packs)
+    thread, wall = time.thread_time(), time.monotonic()
+    while run.turn(time.time()):
+        pass
+    took = time.thread_time() - thread, time.monotonic() - wall
+    run.close()
+    shutil.rmtree(copy)
+    return took
+
+
+class FlatLayout:
+    """`num` weight gradients, whole on one rank."""
+
+    def __init__(self, num: int) -> None:
+        self.tensors = [
+            LogicalTensor(
+                index=at, name=f"layers.{at}.weight", kind="wgrad", key=str(at), depth=at, site_pos=at, pp_stage=0,
+                vpp_stage=0, ranks=(0,), num_elements=10**6, dtype="bfloat16",
+            )
+            for at in range(num)
+        ]  # fmt: skip
+
+
+def steps_of(num_tensors: int, num_made: int) -> list[MergedStep]:
+    """Return steps whose statistics scatter as those of training do: 5 to 20 % from step to step."""
+    layout, rng, made = FlatLayout(num_tensors), np.random.default_rng(0), []
+    for seq in range(1, num_made + 1):
+        stats = np.full(num_tensors, EMPTY)
+        size = 0.02 * np.exp(0.1 * rng.standard_normal(num_tensors))
+        stats["count"], stats["m2"] = 10**6, 10**6 * size**2
+        stats["mean"] = 1e-4 * rng.standard_normal(num_tensors)
+        stats["m3"], stats["m4"] = (
+            1e5 * size**3 * rng.standard_normal(num_tensors),
+            3e6 * size**4 * np.exp(rng.random(num_tensors)),
+        )
+        stats["min"], stats["max"] = -5 * size * (1 + rng.random(num_tensors)), 5 * size * (1 + rng.random(num_tensors))
+        index = np.arange(num_tensors, dtype=np.int32)
+        made.append(
+            MergedStep(seq, 0, seq - 1, 1.7e9 + seq, False, layout, index, stats, None, {"loss": 2.0 + rng.random()})
+        )
+    return made
+
+
+def written(run_dir: Path, num_tensors: int, num_steps: int) -> tuple[float, float]:
+    """Write a long run at full rate; return (records/s, bytes a record at full rate)."""
+    made = steps_of(num_tensors, min(num_steps, 500))
+    one = HistoryWriter(run_dir / "history", HistoryConfig(enabled=True, flush_s=1.0), after=0)
+    begun = time.monotonic()
+    for seq in range(1, num_steps + 1):
+        one.take(dataclasses.replace(made[seq % len(made)], seq=seq, step=seq - 1))
+    one.close()
+    took = time.monotonic() - begun
+    moments = read_manifest(run_dir / "history").of("moments")
+    return num_steps * (num_tensors + 1) / took, sum(one.bytes for one in moments) / sum(one.rows for one in moments)
+
+
+def asked_ms(run_dir: Path, query: str, num: int = 20) -> tuple[float, float]:
+    """Return (median, slowest of 20) milliseconds of a question, the connection already there."""
+    with asking({"run": run_dir}) as connection:
+        took = []
+        for _ in range(num):
+            begun = time.monotonic()
+            connection.sql(query).to_arrow_table()
+            took.append(1e3 * (time.monotonic() - begun))
+    return median(took), max(took)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--judged-steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="history-"))
+    try:
+        source = SyntheticRun(folder / "run", dp=2, layers=100, d_model=16, elements=8)
+        source.write(options.judged_steps)
+        source.end()
+        print(f"judging {options.judged_steps} steps of {source.rows_per_step} rows, by turns, {options.rounds} rounds:")
+        both = [[judged_s(folder / "run", is_enabled=one) for one in (False, True)] for _ in range(options.rounds)]
+        for name, at in (("thread that judges", 0), ("by the clock", 1)):
+            off, on = (median(one[which][at] for one in both) for which in (0, 1))
+            ratio = median(one[1][at] / one[0][at] for one in both)
+            print(f"  {name}: {off:.2f} s without, {on:.2f} s with a history; ratio of pairs {ratio:.3f}")
+        rate, size = written(folder / "long", options.tensors, options.steps)
+        print(
+            f"writing {options.steps} steps x {options.tensors} tensors: {rate / 1e6:.2f} M records/s, {size:.1f} B a record"
+        )
+        last = options.steps - 1
+        for name, query in (
+            ("one series, all steps in buckets of 256", "SELECT step, std_min, std_max, std_avg FROM moments_256 "
+             "WHERE name = 'layers.7.weight' ORDER BY step"),
+            ("one series, newest 1,000 steps", "SELECT step, std, norm FROM moments WHERE name = 'layers.7.weight' "
+             f"AND step > {last - 1000} ORDER BY step"),
+            ("layers x steps, buckets of 4,096", "SELECT depth, step, std_max, bad_steps FROM moments_4096 "
+             "WHERE kind = 'wgrad'"),
+        ):  # fmt: skip
+            middle, slowest = asked_ms(folder / "long", query)
+            print(f"  {name}: median {middle:.0f} ms, slowest of 20 {slowest:.0f} ms")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
