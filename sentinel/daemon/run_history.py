@@ -6,10 +6,14 @@ has nothing behind it that the history lacks and the spool may have let go of.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sentinel.decision import Tick
+from sentinel.errors import SentinelError
 from sentinel.exports.series import MergedStep
 from sentinel.history.config import HistoryConfig
 from sentinel.judge.judge import Judgement
@@ -17,34 +21,47 @@ from sentinel.judge.judge import Judgement
 if TYPE_CHECKING:
     from sentinel.history.writer import HistoryWriter
 
+log = logging.getLogger("sentinel.serving")
+
 FOLDER = "history"
 
 
 class RunHistory:
-    """Of one run. Called by the loop."""
+    """Of one run. Called by the loop. A history that cannot be read or made is a problem that is said; the run is judged."""
 
     def __init__(self, run_dir: Path, config: HistoryConfig) -> None:
-        """StoreError when a history is there and cannot be read."""
         self._folder, self._config = run_dir / FOLDER, config
         self._writer: HistoryWriter | None = None
+        self._obstacle = ""
         self.decision: int | None = None
         """The last decision that the history had when it was opened; None: none is written, or it begins now."""
         if config.enabled:
             from sentinel.history.manifest import read_manifest
 
-            self.decision = read_manifest(self._folder).decision or None
+            with self._noting_obstacles():
+                self.decision = read_manifest(self._folder).decision or None
 
     def begin(self, after: int) -> None:
         """Write from now on. after: the last decision that is not judged again."""
-        if self._config.enabled:
+        if self._config.enabled and not self._obstacle:
             from sentinel.history.writer import HistoryWriter
 
-            self._writer = HistoryWriter(self._folder, self._config, after=after)
+            with self._noting_obstacles():
+                self._writer = HistoryWriter(self._folder, self._config, after=after)
+
+    @contextlib.contextmanager
+    def _noting_obstacles(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SentinelError) as error:
+            self._obstacle = str(error) if isinstance(error, SentinelError) else f"{self._folder}: {error.strerror or error}"
+            log.warning("the history is not written: %s", self._obstacle)
 
     @property
     def problem(self) -> str:
         """Why the newest steps are not in it, in words; empty: they are, or will be."""
-        return f"the history is not written: {self._writer.problem}" if self._writer and self._writer.problem else ""
+        why = self._obstacle or (self._writer.problem if self._writer is not None else "")
+        return f"the history is not written: {why}" if why else ""
 
     def has(self, decision: int) -> bool:
         """Return whether a restart need not give it again what was decided up to a decision."""

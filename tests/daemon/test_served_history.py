@@ -122,3 +122,22 @@ def test_a_history_that_cannot_be_written_is_a_problem_of_the_run_that_judges_on
     (problem,) = [one for one in run.status.problems() if "history" in one]
     assert "No space left on device" in problem
     assert run.status.metrics().num_steps_judged == 40
+
+
+@pytest.mark.parametrize("harm", ["torn", "no directory"])
+def test_a_history_that_cannot_be_read_or_made_is_said_and_the_run_is_judged(tmp_path: Path, harm: str) -> None:
+    source = small_run(tmp_path / "run")
+    source.write(20)
+    if harm == "torn":
+        (tmp_path / "run" / "history").mkdir(mode=0o700)
+        (tmp_path / "run" / "history" / "manifest.json").write_text('{"version": 1, "files": [')
+    else:
+        (tmp_path / "run" / "history").write_text("a file of somebody")
+
+    run = served(tmp_path / "run", WITH)
+    catch_up(run)
+    run.close()
+
+    (problem,) = [one for one in run.status.problems() if "history" in one]
+    assert str(tmp_path / "run" / "history") in problem
+    assert run.status.metrics().num_steps_judged == 20
