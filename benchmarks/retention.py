@@ -27,6 +27,7 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.run_files import RunFiles
+from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.snapshots import Acknowledgement, Snapshots
@@ -73,7 +74,7 @@ class LongRun:
         self.snapshots = Snapshots(self.paths.name, self.journal, snapshot_interval_s)
         self.commits = StepCommits(
             self.journal, self.files, IncidentAlerts(self.journal, self.config.notify.routes()), self.snapshots,
-            Acknowledgement(run_dir / "spool"), lambda _: False,
+            Acknowledgement(run_dir / "spool"), lambda _: False, RunHistory(run_dir, self.config.history),
         )  # fmt: skip
         self.stages = RunStages(self.paths, self.config.judging, kept, lambda _: None, pack_hash=kept.newest_hash)
         self.retention = RunRetention(self.paths.name, self.journal, self.files, kept, retention)

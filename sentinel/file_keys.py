@@ -26,7 +26,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "spool.file_bytes", "spool.queue_bytes",
     ),
     DAEMON: (
-        "judging", "notify", "control", "heartbeat", "retention", "labels", "judging.late_after_steps",
+        "judging", "notify", "control", "heartbeat", "retention", "history", "labels", "judging.late_after_steps",
         "judging.late_after_s", "judging.max_anomalies_per_step", "judging.snapshot_interval_s", "notify.sinks",
         "notify.external_url", "notify.runbook_url", "notify.dashboard_url", "notify.proxy", "notify.ca_file",
         "notify.retry_s", "notify.max_retry_s", "notify.give_up_after_s", "notify.max_pending", "notify.hold_s",
@@ -36,7 +36,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "control.max_edits_per_hour", "control.dump_kinds", "control.dump_for_steps", "control.dump_first_n",
         "control.max_dumps_per_hour", "heartbeat.url", "heartbeat.url_file", "heartbeat.url_env", "heartbeat.method",
         "heartbeat.interval_s", "heartbeat.timeout_s", "retention.age_days", "retention.journal_bytes",
-        "retention.anomalies_bytes", "retention.incidents_bytes", "retention.spool_bytes",
+        "retention.anomalies_bytes", "retention.incidents_bytes", "retention.spool_bytes", "history.full_steps",
+        "history.around_steps", "history.bytes", "history.flush_s",
     ),
     RULES: ("rules", "builtin", "rules.detector", "rules.match", "rules.severity", "rules.actions"),
     RULE_TESTS: ("tests", "tests.input", "tests.expect"),

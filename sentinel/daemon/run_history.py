@@ -36,10 +36,11 @@ class RunHistory:
         self.decision: int | None = None
         """The last decision that the history had when it was opened; None: none is written, or it begins now."""
         if config.enabled:
-            from sentinel.history.manifest import read_manifest
+            from sentinel.history.manifest import MANIFEST, read_manifest
 
             with self._noting_obstacles():
-                self.decision = read_manifest(self._folder).decision or None
+                if (self._folder / MANIFEST).exists():
+                    self.decision = read_manifest(self._folder).decision
 
     def begin(self, after: int) -> None:
         """Write from now on. after: the last decision that is not judged again."""

@@ -237,7 +237,8 @@ class ServedRun:
             made.restore(snapshot.judge, snapshot.ingest)
             return made
 
-        found = self._snapshots.restore(restored, self._history.decision)
+        is_whole = not any((self.paths.run_dir / "spool").glob("*/ack"))
+        found = self._snapshots.restore(restored, self._history.decision, may_begin_anew=is_whole)
         if found is None and self.journal.cut.seq:
             raise StoreError(
                 f"{self.paths.journal}: none of its snapshots can be used, and it begins with decision "

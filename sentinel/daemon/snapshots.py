@@ -55,13 +55,21 @@ class Snapshots:
         self.seq = seq
         self._due = begun + max(self.interval_s, took / SNAPSHOT_SHARE)
 
-    def restore(self, make: Callable[[Snapshot], _Made], until: int | None = None) -> tuple[_Made, Snapshot] | None:
+    def restore(
+        self, make: Callable[[Snapshot], _Made], until: int | None = None, *, may_begin_anew: bool = False
+    ) -> tuple[_Made, Snapshot] | None:
         """Return what `make` makes of the newest that it can make anything of; None: there is none. Others are dropped.
 
         until: a decision; one of it or before is better than a newer one, for what came behind it is wanted again.
+        may_begin_anew: none at all is better than a newer one too, for the spool still has everything.
         """
         known = list(self._journal.snapshots())
-        for seq, body in sorted(known, key=lambda one: until is not None and one[0] > until):
+        if until is not None:
+            newer = [one for one in known if one[0] > until]
+            known = [one for one in known if one[0] <= until]
+            if known or not may_begin_anew or self._journal.cut.seq:
+                known += newer
+        for seq, body in known:
             try:
                 snapshot = Snapshot.read(body)
                 made = make(snapshot)

@@ -15,7 +15,7 @@ from sentinel.exports.series import MergedStep
 from sentinel.history.compaction import compacted, expired
 from sentinel.history.config import HistoryConfig
 from sentinel.history.history_files import read_file, write_file
-from sentinel.history.manifest import Manifest, Retired, delete_unnamed, publish, read_manifest, sweep
+from sentinel.history.manifest import MANIFEST, Manifest, Retired, delete_unnamed, publish, read_manifest, sweep
 from sentinel.history.step_rows import SeriesIds, moments_rows, steps_rows
 from sentinel.history.table_schemas import in_order
 from sentinel.private_files import make_directory
@@ -39,7 +39,7 @@ class HistoryWriter:
     def __init__(self, folder: Path, config: HistoryConfig, *, after: int, clock: Callable[[], float] = time.time) -> None:
         """after: the last decision that will not be given again; what the files lack up to it is missing for good.
 
-        StoreError when what is there cannot be read.
+        StoreError when what is there cannot be read, OSError when nothing can be written there.
         """
         make_directory(folder)
         self.problem = ""
@@ -49,7 +49,11 @@ class HistoryWriter:
         delete_unnamed(folder, self._manifest)
         self._ids = SeriesIds(read_file(folder / self._manifest.series) if self._manifest.series else None)
         self._num_ids_written = len(self._ids)
-        if self._manifest.files and self._manifest.decision < after:
+        if not (folder / MANIFEST).exists():
+            # Says from where on a restart must give again what was not written in time.
+            self._manifest = msgspec.structs.replace(self._manifest, decision=after)
+            publish(folder, self._manifest)
+        elif self._manifest.decision < after:
             self._missing(after - self._manifest.decision)
         self._taken = max(self._manifest.decision, after)
         self._waiting: list[MergedStep] = []

@@ -68,13 +68,17 @@ def test_anomalies_and_incidents_are_the_same_bytes_with_it_and_without(tmp_path
     assert found[0] == found[1] and any(found[0])
 
 
-@pytest.mark.parametrize("point", ["record", "commit"])
-@pytest.mark.parametrize("after", [3, 17])
+@pytest.mark.parametrize("flushes", [True, False], ids=["", "disk too slow"])
+@pytest.mark.parametrize(("point", "after"), [("record", 3), ("record", 17), ("commit", 3), ("commit", 17)])
 def test_a_daemon_that_is_killed_leaves_a_history_that_the_next_one_completes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: int, flushes: bool
 ) -> None:
     source = small_run(tmp_path / "run")
     source.write(20)
+    config = WITH
+    if not flushes:
+        monkeypatch.setattr(writer.HistoryWriter, "flush", lambda self: None)
+        config = DaemonConfig(judging=EVERY_STEP, history=HistoryConfig(enabled=True, flush_s=1000.0))
     original: Callable[..., Any] = getattr(Journal, point)
     calls = []
 
@@ -85,7 +89,7 @@ def test_a_daemon_that_is_killed_leaves_a_history_that_the_next_one_completes(
         return original(self, *arguments, **options)
 
     for _ in range(3):
-        run = served(tmp_path / "run", WITH)
+        run = served(tmp_path / "run", config)
         with monkeypatch.context() as patched:
             patched.setattr(Journal, point, killed)
             calls.clear()
