@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 from sentinel.decision import Tick
 from sentinel.errors import SentinelError
 from sentinel.exports.series import MergedStep
-from sentinel.history.config import HistoryConfig
+from sentinel.history.config import FOLDER, HistoryConfig
 from sentinel.judge.judge import Judgement
 
 if TYPE_CHECKING:
     from sentinel.history.writer import HistoryWriter
 
 log = logging.getLogger("sentinel.serving")
-
-FOLDER = "history"
 
 
 class RunHistory:
@@ -57,6 +55,11 @@ class RunHistory:
         except (OSError, SentinelError) as error:
             self._obstacle = str(error) if isinstance(error, SentinelError) else f"{self._folder}: {error.strerror or error}"
             log.warning("the history is not written: %s", self._obstacle)
+
+    def use(self, config: HistoryConfig) -> None:
+        """Say where another configuration asks for something else: a history is what it was when its run was opened."""
+        if config != self._config:
+            log.warning("%s: the section history has changed; in force when the daemon is started anew", self._folder)
 
     @property
     def problem(self) -> str:

@@ -192,6 +192,7 @@ class ServedRun:
         self.commanding.use(config.control)
         self._retention.use(config.retention)
         self._spool_pruning.use(config.retention)
+        self._history.use(config.history)
         with _trouble_in_words(self.paths.journal):
             self._commits.tell_newcomers(time.time())
             self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})

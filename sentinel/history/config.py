@@ -8,6 +8,9 @@ import msgspec
 
 from sentinel.errors import ConfigError
 
+FOLDER = "history"
+"""Of a run: where its history lies."""
+
 
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the daemon writes into `<run>/history/`, for `sentinel sql` and for other tools that read Parquet."""

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from sentinel.errors import ConfigError, StoreError
+from sentinel.history.config import FOLDER
 from sentinel.history.manifest import read_manifest
 from sentinel.history.sql_views import quoted, views_of
 
 if TYPE_CHECKING:
     import duckdb
 
-FOLDER = "history"
-"""Of a run: where its history lies."""
 FOUND: Mapping[str, pa.Schema] = {
     "anomalies": pa.schema(
         [

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.errors import SentinelError
+from sentinel.exception_words import described
 from sentinel.exports.series import MergedStep
 from sentinel.history.compaction import compacted, expired
 from sentinel.history.config import HistoryConfig
@@ -128,8 +129,10 @@ class HistoryWriter:
                 self.problem = ""
                 if not is_last:
                     self._tidy()
-            except (OSError, SentinelError) as error:
-                why = str(error) if isinstance(error, SentinelError) else f"{self._folder}: {error.strerror or error}"
+            except Exception as error:  # whatever it is, it must be said: who judges would wait for this thread for ever
+                known = isinstance(error, (OSError, SentinelError))
+                why = f"{self._folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+                why = why if known else f"{self._folder}: {described(error)}"
                 if why != self.problem:
                     log.warning("the history is not written: %s", why)
                 with self._moved:

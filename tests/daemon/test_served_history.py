@@ -145,3 +145,19 @@ def test_a_history_that_cannot_be_read_or_made_is_said_and_the_run_is_judged(tmp
     (problem,) = [one for one in run.status.problems() if "history" in one]
     assert str(tmp_path / "run" / "history") in problem
     assert run.status.metrics().num_steps_judged == 20
+
+
+def test_a_reload_that_would_change_the_history_says_that_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_run(tmp_path / "run").write(2)
+    run = served(tmp_path / "run", WITH)
+    run.use(WITH)
+    assert not caplog.records
+
+    run.use(DaemonConfig(judging=EVERY_STEP))
+    run.close()
+
+    assert [one.getMessage() for one in caplog.records if "history" in one.getMessage()] == [
+        f"{tmp_path / 'run' / 'history'}: the section history has changed; in force when the daemon is started anew"
+    ]

@@ -199,6 +199,18 @@ def test_a_full_disk_is_said_holds_nobody_up_and_is_made_good(tmp_path: Path, mo
     assert read_manifest(tmp_path / "history").missing == 0
 
 
+def test_a_defect_of_its_own_is_said_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MOST_WAITING", 20)
+    monkeypatch.setattr(writer, "moments_rows", lambda *_: {}["nothing"])
+    with writing(tmp_path) as one:
+        for seq in range(1, 101):
+            one.take(merged_step(LAYOUT, seq))
+        wait_for(lambda: one.problem)
+
+        assert "KeyError" in one.problem and str(tmp_path) in one.problem
+        assert one.decision == 100
+
+
 def test_steps_for_which_there_was_never_room_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MOST_WAITING", 20)
     monkeypatch.setattr(writer, "RETRY_S", 0.05)
