@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -76,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [one for _, tests in sorted(placed, key=lambda one: one[0]) for one in tests]
 
 
+def pytest_collection() -> None:
+    """Look for no garbage among what is only being made: a sixth of the time that collecting takes."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Freeze what was imported: some tests collect garbage many times."""
+    gc.enable()
     from .support import frozen  # noqa: F401  (what it does when it is imported, and not before)

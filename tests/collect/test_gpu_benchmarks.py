@@ -399,6 +399,7 @@ def test_without_a_gpu_it_says_that_it_needs_one(tmp_path: Path) -> None:
     assert "needs an NVIDIA GPU" in done.stderr
 
 
+@pytest.mark.long
 def test_a_part_runs_dry(tmp_path: Path) -> None:
     done = run_all("--dry", "--out", tmp_path, "--only", "bandwidth")
 

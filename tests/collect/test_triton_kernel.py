@@ -74,7 +74,7 @@ for kind in sys.argv[3:]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("code", "kind"), [
-    pytest.param(code, kind, marks=() if (code, kind) == ("bf16", "one") else pytest.mark.long)
+    pytest.param(code, kind, marks=pytest.mark.long)
     for code in CODES for kind in ("one", "many")
 ])  # fmt: skip
 def test_compiles_for_hopper_without_spills_and_reads_whole_vectors(code, kind, tmp_path):

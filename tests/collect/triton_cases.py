@@ -159,6 +159,7 @@ def test_every_size(dtype):
     assert_measures(*(drawn(size, size, dtype) * 2 + 1 for size in (0, 1, 2, 7, 8, 9, 1023, 4096, 8193)))
 
 
+@pytest.mark.long
 @settings(max_examples=8 if IS_ALL else 1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32), size=st.one_of(st.integers(0, 50), st.integers(0, 9_000)),
@@ -310,6 +311,7 @@ def test_converted_types(dtype):
     assert_measures(tensor.view(30, 100).t()[::2])
 
 
+@pytest.mark.long
 def test_what_is_read_in_chunks_is_one_row(monkeypatch):
     monkeypatch.setattr("sentinel.collect.kernels.triton_kernel.CHUNK_BYTES", 12_000)
     x = drawn(13, 14_400).float().view(120, 120) + 3
@@ -422,6 +424,7 @@ def test_the_order_in_which_parts_arrive_does_not_matter(monkeypatch):
     assert found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.long
 def test_tables_are_sent_again_only_when_something_changed(monkeypatch):
     from sentinel.collect.kernels import triton_kernel
 
@@ -441,6 +444,7 @@ def test_tables_are_sent_again_only_when_something_changed(monkeypatch):
     assert measure(*moved[:2], torch.ones(7), kernel=kernel).mean().tolist() == [5, 6, 1]
 
 
+@pytest.mark.long
 def test_rows_on_both_sides_of_growth():
     rows = begun(2)
     kernel = kernel_of()
@@ -456,6 +460,7 @@ def test_rows_on_both_sides_of_growth():
     assert rows.array["count"][:4].tolist() == [3, 5, 6, 7]
 
 
+@pytest.mark.long
 def test_counters_are_zero_again():
     rows = begun(3)
     kernel = kernel_of()

@@ -43,7 +43,7 @@ def operations_of_a_start(run_dir: Path) -> int:
     return len(counted)
 
 
-@pytest.mark.parametrize("num_steps", [6000, pytest.param(20_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_steps", [3000, pytest.param(20_000, marks=pytest.mark.long)])
 def test_a_long_run_needs_no_more_memory_disk_or_time_to_start(tmp_path: Path, num_steps: int) -> None:
     run = LongRun(tmp_path / "run", LIMITS, snapshot_interval_s=0.25)
     objects, state, disk, starts = [], [], [], []

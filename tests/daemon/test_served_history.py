@@ -68,8 +68,18 @@ def test_anomalies_and_incidents_are_the_same_bytes_with_it_and_without(tmp_path
     assert found[0] == found[1] and any(found[0])
 
 
-@pytest.mark.parametrize("flushes", [True, False], ids=["", "disk too slow"])
-@pytest.mark.parametrize(("point", "after"), [("record", 3), ("record", 17), ("commit", 3), ("commit", 17)])
+@pytest.mark.parametrize(
+    ("point", "after", "flushes"),
+    [
+        ("record", 3, True),
+        ("commit", 17, True),
+        ("record", 17, False),
+        ("commit", 3, False),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (
+            ("record", 17, True), ("commit", 3, True), ("record", 3, False), ("commit", 17, False)
+        )),
+    ],
+)  # fmt: skip
 def test_a_daemon_that_is_killed_leaves_a_history_that_the_next_one_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: int, flushes: bool
 ) -> None:

@@ -60,7 +60,14 @@ def notified(folder: Path) -> list[Anomaly]:
     [
         ("order", 0, 2, 1, ["forward of blocks.0, call "]),
         ("alone", 12, 2, 1, ["rank 0 in step 12, forward of blocks.0, call ", "rank 1 in step 12, backward of "]),
-        ("message", 0, 2, 2, ["rank 0 in step 0, forward of blocks.0, call ", "rank 1 in step 0, "]),
+        pytest.param(
+            "message",
+            0,
+            2,
+            2,
+            ["rank 0 in step 0, forward of blocks.0, call ", "rank 1 in step 0, "],
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "order",
             12,

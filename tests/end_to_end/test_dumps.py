@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -54,6 +55,7 @@ def at(folder: Path) -> int:
     return min(int((folder / f"at-{rank}").read_text()) for rank in range(NUM_RANKS))
 
 
+@pytest.mark.long
 def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
     port = free_port()
     ranks = forked.start_ranks(rank_main, (port, str(tmp_path)), NUM_RANKS, join=False)

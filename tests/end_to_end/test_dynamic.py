@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -236,6 +237,7 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
         assert {count for step, count in restarted.items() if step >= 100_030} == {0}
 
 
+@pytest.mark.long
 def test_without_a_daemon_the_file_names_the_step(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     config = tmp_path / "monitor.yaml"

@@ -94,10 +94,7 @@ CODES = {"kill": 128 + signal.SIGKILL, "crash": 128 + signal.SIGSEGV, "exit": 3,
 @pytest.mark.parametrize(
     ("launcher", "mode"),
     [
-        *[
-            pytest.param("forked", mode, marks=() if mode in ("raise", "memory", "crash") else pytest.mark.long)
-            for mode in CASES
-        ],
+        *[pytest.param("forked", mode, marks=() if mode == "raise" else pytest.mark.long) for mode in CASES],
         *[pytest.param("torchrun", mode, marks=() if mode == "kill" else pytest.mark.long) for mode in CASES],
     ],
 )
@@ -116,7 +113,9 @@ def test_the_first_rank_to_go_is_told_once_and_the_run_is_over(tmp_path: Path, l
     assert "ended: rank 1" in done.stderr and "watched: " in done.stderr
 
 
-@pytest.mark.parametrize(("launcher", "mode"), [("patient", "kill"), ("forked", "raise")])
+@pytest.mark.parametrize(
+    ("launcher", "mode"), [("patient", "kill"), pytest.param("forked", "raise", marks=pytest.mark.long)]
+)
 def test_an_end_that_is_found_later_is_told_once(tmp_path: Path, launcher: str, mode: str) -> None:
     later(tmp_path, mode, launcher=launcher)
 
@@ -132,7 +131,7 @@ def test_an_exit_whose_code_nobody_told_is_the_first_to_go(tmp_path: Path) -> No
     assert onset.rank == 1
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_that_ended_well_pages_nobody(tmp_path: Path, num_ranks: int) -> None:
     done = live(tmp_path, "none", num_ranks=num_ranks, fail_on="warning")
 

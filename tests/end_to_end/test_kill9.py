@@ -18,7 +18,7 @@ from kill9 import campaign
     ("is_live", "num_kills", "num_steps"),
     [
         pytest.param(False, 5, 300, id="recorded", marks=pytest.mark.long),
-        pytest.param(True, 5, 300, id="while a writer writes"),
+        pytest.param(True, 3, 300, id="while a writer writes"),
         pytest.param(False, 28, 1500, id="recorded, long", marks=pytest.mark.long),
         pytest.param(True, 22, 300, id="while a writer writes, long", marks=pytest.mark.long),
     ],

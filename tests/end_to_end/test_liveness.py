@@ -122,6 +122,7 @@ def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]
     assert [one.ranks for one in incidents(run.run_dir) if one.id == held] == [(2,)]
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_named(start: Callable[..., Ranks]) -> None:
     run = start(2, "--steps", "100000", "--step-time", "0.3", "--pp", "1")
     wait_for(lambda: run.has_trained(8), "training", timeout_s=120.0, interval_s=0.3)
@@ -146,6 +147,7 @@ def test_a_rank_that_hangs_in_its_step_is_named_with_its_module(start: Callable[
     assert onset.message.endswith("ranks 0, 2 wait")
 
 
+@pytest.mark.long
 def test_a_straggler_among_synchronous_ranks_is_named(tmp_path: Path) -> None:
     """All step times are alike; only the straggler does not wait."""
     where = {"module": "blocks.1.mlp", "dp_rank": 2, "micro_step": 0}

@@ -126,7 +126,9 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
     assert f"lost: {lost:,} rows" in ended.stdout and ended.returncode == 1
 
 
-@pytest.mark.parametrize(("max_bytes", "is_lossy"), [(2**18, True), (2**30, False)], ids=["no room", "room"])
+@pytest.mark.parametrize(
+    ("max_bytes", "is_lossy"), [(2**18, True), pytest.param(2**30, False, marks=pytest.mark.long)], ids=["no room", "room"]
+)
 def test_a_daemon_that_stands_still_for_a_while(tmp_path: Path, script: Path, max_bytes: int, is_lossy: bool) -> None:
     run_dir, report_file = tmp_path / "runs" / "run", tmp_path / "report.json"
     with subprocess.Popen(

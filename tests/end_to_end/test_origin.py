@@ -33,7 +33,7 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
         # Monitored from the first step as the interleaved one, on the layout of the one that is monitored late.
         pytest.param("pp2dp2", "on", 11, (), marks=pytest.mark.long),
         pytest.param("pp2dp2", "on", 13, ("--sudden",), marks=pytest.mark.long),
-        ("pp2dp2", "late", 23, ()),
+        pytest.param("pp2dp2", "late", 23, (), marks=pytest.mark.long),
         pytest.param("pp2dp2", "late", 11, (), marks=pytest.mark.long),
         pytest.param("pp2dp2", "off", 11, (), marks=pytest.mark.long),
         ("interleaved", "on", 29, ()),

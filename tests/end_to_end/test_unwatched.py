@@ -73,6 +73,7 @@ def test_a_command_is_watched_whatever_the_umask(mask: int, tmp_path: Path) -> N
             assert not stat.S_IMODE((Path(folder) / name).stat().st_mode) & 0o077, name
 
 
+@pytest.mark.long
 def test_a_command_is_watched_under_an_umask_that_hides_its_files_from_itself(tmp_path: Path) -> None:
     done = run(tmp_path / "runs", "--", sys.executable, "-c", TRAIN, mask=0o777, is_bound=os.geteuid() == 0)
 

@@ -66,8 +66,8 @@ def test_it_refuses_what_it_does_not_take_in_its_own_words(tmp_path: Path, run: 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("import no_such_module", "cannot be loaded: ModuleNotFoundError"),
-        ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
+        pytest.param("import no_such_module", "cannot be loaded: ModuleNotFoundError", marks=pytest.mark.long),
+        pytest.param("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5", marks=pytest.mark.long),
         ("class Steps:\n    def __init__(self): 1 / 0", "cannot be made: ZeroDivisionError"),
         ("import os; os._exit(3)", "cannot be loaded: its import ends the process that imports it, with exit code 3"),
         ("class Steps: name = 'steps'", "is no export format: it has no goes_to and no options and no takes and no write"),

@@ -46,7 +46,7 @@ def alone(build: Build) -> list[ClosedStep]:
 
 VARIANTS = (
     "ddp_tied", "fsdp1_grad_op", "fsdp1_no_shard", "fsdp1_hybrid", "fsdp2_4", "fsdp2_tied", "hsdp", "tp_x_dp", "tp_x_fsdp2",
-    "tp_x_pp", "pp_x_dp", "cp_x_dp", "ep_x_dp", "ep_x_cp", "gpipe", "looped_bfs",
+    "tp_x_pp", "pp_x_dp", "cp_x_dp", "ep_x_dp", "ep_x_cp", "gpipe", "looped_bfs", "zero_bubble", "zbv",
 )  # fmt: skip
 """Layouts of whose parts others consist too: each alone, or with another partner."""
 

@@ -44,7 +44,7 @@ BUILDS: dict[str, tuple[Any, int]] = {
     "compiled blocks": (partial(compiled, one), 1),
     "fsdp2, compiled blocks": (partial(compiled, fsdp2), 2),
 }
-VARIANTS = ("fsdp1", "interleaved", "tp_x_fsdp2", "tp_x_pp", "compiled blocks", "fsdp2, compiled blocks")
+VARIANTS = ("fsdp1", "interleaved", "ep", "tp_x_fsdp2", "tp_x_pp", "compiled blocks", "fsdp2, compiled blocks")
 """Whose parts are there alone too, or whose like is; compiled blocks of one process also in collect/test_border_names.py."""
 
 

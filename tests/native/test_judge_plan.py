@@ -104,7 +104,8 @@ def stream(num_steps: int):
 
 
 @needs_library
-@pytest.mark.parametrize("isa", ISAS)
+# All instruction sets give the same bits, as the test behind it shows.
+@pytest.mark.parametrize("isa", [ISAS[0], *(pytest.param(one, marks=pytest.mark.long) for one in ISAS[1:])])
 def test_c_and_numpy_flag_the_same_points_with_the_same_scores(isa):
     assert PATH is not None
     in_c = InC(Library(PATH, isa))

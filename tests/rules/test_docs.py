@@ -195,10 +195,10 @@ def test_the_same_class_runs_by_name_from_an_entry_point(own: Path, monkeypatch:
     ("body", "says"),
     [
         ("raise RuntimeError('no')", "cannot be loaded: RuntimeError: no"),
-        ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
-        ("import no_such_module", "cannot be loaded: ModuleNotFoundError"),
+        pytest.param("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5", marks=pytest.mark.long),
+        pytest.param("import no_such_module", "cannot be loaded: ModuleNotFoundError", marks=pytest.mark.long),
         ("import os; os._exit(3)", "cannot be loaded: its import ends the process that imports it, with exit code 3"),
-        ("x = 1", "cannot be loaded: AttributeError"),
+        pytest.param("x = 1", "cannot be loaded: AttributeError", marks=pytest.mark.long),
         ("class Plug: pass", 'is no detector: expected a class attribute declares = Declaration(summary="...", statistics='),
         (
             DECLARE + "class Plug: declares = Declaration(summary='any')",

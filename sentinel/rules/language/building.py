@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from sentinel.rules.guarded_detector import guarded
 from sentinel.rules.language.schema import Rule
 
 
-def detector_arguments(detector: type[Any]) -> dict[str, Any]:
+@functools.cache
+def detector_arguments(detector: type[Any]) -> Mapping[str, Any]:
     """Return argument -> default of a detector class; `...` where an argument must be given."""
     if issubclass(detector, msgspec.Struct):
         return {

@@ -109,7 +109,7 @@ ONE_BLOCK = functools.partial(TinyModel, num_blocks=1)
 @pytest.mark.parametrize(
     ("style", "config"),
     [
-        *(pytest.param(style, FULL, marks=() if style in ("whole", "blocks") else pytest.mark.long) for style in STYLES),
+        *(pytest.param(style, FULL, marks=() if style == "blocks" else pytest.mark.long) for style in STYLES),
         ("whole", BLACK_BOX),
         pytest.param("function", BLACK_BOX, marks=pytest.mark.long),
     ],
@@ -155,7 +155,7 @@ def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path
         ("in place", whole("aot_eager")),
         pytest.param("nested", whole("aot_eager"), marks=pytest.mark.long),
         ("broken", whole("aot_eager", fullgraph=False)),
-        ("tied", whole("eager")),
+        pytest.param("tied", whole("eager"), marks=pytest.mark.long),
     ],
     ids=["inside a checkpoint", "around", "around reentrant", "tied", "in place", "nested", "broken", "no autograd"],
 )
@@ -186,6 +186,7 @@ def test_a_chunk_that_is_a_layer_of_torch_is_measured_inside(tmp_path: Path) -> 
     assert_same_rows(plain.said, watched.said)
 
 
+@pytest.mark.long
 def test_shapes_may_change(tmp_path: Path) -> None:
     def ragged(call: Any, seed: int) -> torch.Tensor:
         batch = torch.randint(0, 11, (3 + seed % 4, 4 + seed % 3), generator=torch.Generator().manual_seed(seed))
@@ -263,6 +264,7 @@ def test_a_whole_training_step_may_be_compiled(tmp_path: Path, monkeypatch: pyte
     assert not [file for file in compiled if file.startswith(sentinel.__path__[0])], "something of ours was compiled"
 
 
+@pytest.mark.long
 def test_evaluation_in_between_leaves_no_rows(tmp_path: Path) -> None:
     def evaluate(monitor: Any, step: int, model: nn.Module) -> None:
         model.eval()
@@ -328,6 +330,7 @@ def test_full_monitoring_is_one_second_graph_and_nothing_else_is_compiled(tmp_pa
     assert watched.graphs == [1] + [2] * 9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -299,7 +299,7 @@ def exported(folder: Path, *more: str) -> tuple[int, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("build", "world"),
-    [(fsdp2, 3), (tp, 2), pytest.param(partial(tp, 2, True), 4, marks=pytest.mark.long)],
+    [(fsdp2, 3), pytest.param(tp, 2, marks=pytest.mark.long), pytest.param(partial(tp, 2, True), 4, marks=pytest.mark.long)],
     ids=["fsdp2", "tp", "tp_fsdp2"],
 )
 def test_shards_join_to_the_whole(build: Any, world: int, tmp_path: Path) -> None:
