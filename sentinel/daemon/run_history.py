@@ -16,7 +16,6 @@ from sentinel.decision import Tick
 from sentinel.errors import SentinelError
 from sentinel.exports.series import MergedStep
 from sentinel.history.config import FOLDER, HistoryConfig
-from sentinel.judge.judge import Judgement
 
 if TYPE_CHECKING:
     from sentinel.history.writer import HistoryWriter
@@ -27,8 +26,8 @@ log = logging.getLogger("sentinel.serving")
 class RunHistory:
     """Of one run. Called by the loop. A history that cannot be read or made is a problem that is said; the run is judged."""
 
-    def __init__(self, run_dir: Path, config: HistoryConfig) -> None:
-        self._folder, self._config = run_dir / FOLDER, config
+    def __init__(self, run_dir: Path, journal: Path, config: HistoryConfig) -> None:
+        self._folder, self._journal, self._config = run_dir / FOLDER, journal, config
         self._writer: HistoryWriter | None = None
         self._obstacle = ""
         self.decision: int | None = None
@@ -43,10 +42,11 @@ class RunHistory:
     def begin(self, after: int) -> None:
         """Write from now on. after: the last decision that is not judged again."""
         if self._config.enabled and not self._obstacle:
+            from sentinel.history.found_rows import FoundRows
             from sentinel.history.writer import HistoryWriter
 
             with self._noting_obstacles():
-                self._writer = HistoryWriter(self._folder, self._config, after=after)
+                self._writer = HistoryWriter(self._folder, self._config, after=after, found=FoundRows(self._journal))
 
     @contextlib.contextmanager
     def _noting_obstacles(self) -> Iterator[None]:
@@ -71,12 +71,10 @@ class RunHistory:
         """Return whether a restart need not give it again what was decided up to a decision."""
         return self._writer is None or self._writer.decision >= decision
 
-    def take(self, step: MergedStep, judgement: Judgement) -> None:
-        """Take in a judged step, and where anomalies began; what it has already it leaves."""
+    def take(self, step: MergedStep) -> None:
+        """Take in a judged step; what it has already it leaves. What was found in it, it reads in the journal."""
         if self._writer is not None:
             self._writer.take(step)
-            if onsets := [one.step for one in judgement.anomalies if one.event == "onset"]:
-                self._writer.take_onsets(onsets)
 
     def pass_by(self, tick: Tick) -> None:
         """Take note of a decision that closed no step."""

@@ -99,7 +99,7 @@ class ServedRun:
                     self.journal, config.notify.routes(), self._contexts.of, config.notify.escalate
                 )
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
-                self._history = RunHistory(paths.run_dir, config.history)
+                self._history = RunHistory(paths.run_dir, paths.journal, config.history)
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
                 self._spool_pruning = SpoolPruning(self.name, paths.run_dir / "spool", config.retention)
@@ -344,7 +344,7 @@ class ServedRun:
             else:
                 newest = one
                 self._gauges.take_step(one, judgement.anomalies, is_new=is_new)
-                self._history.take(self.recent.add(one), judgement)
+                self._history.take(self.recent.add(one))
                 self._notices.take_step(one)
                 if is_new and one.parts:
                     ended.append(max(part.time for part in one.parts))

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from sentinel.history.buckets import buckets_of, merged
 from sentinel.history.config import HistoryConfig
-from sentinel.history.history_files import read_files, write_file
+from sentinel.history.history_files import read_file, read_files, write_file
 from sentinel.history.manifest import HistoryFile, Manifest, Retired
-from sentinel.history.table_schemas import WIDTHS, Columns, in_order
+from sentinel.history.table_schemas import FOUND, WIDTHS, Columns, in_order
 
 FAN = 8
 """Files of one level that are merged into one of the next."""
@@ -28,7 +29,7 @@ KEPT = 99
 
 def compacted(folder: Path, manifest: Manifest, now: float) -> Manifest:
     """Merge files until no level has too many; moments that are merged for the first time have their buckets made too."""
-    tables = ("moments", "steps", *(f"moments_{width}" for width in WIDTHS))
+    tables = ("moments", "steps", *(f"moments_{width}" for width in WIDTHS), *FOUND)
     while True:
         before = manifest
         for table in tables:
@@ -42,7 +43,7 @@ def _merged_once(folder: Path, manifest: Manifest, table: str, now: float) -> Ma
     for level in sorted({one.level for one in files} - {KEPT}):
         several = [one for one in files if one.level == level][:FAN]
         if len(several) == FAN and sum(one.rows for one in several) <= MOST_ROWS * (1 if level else FAN):
-            rows = in_order(read_files(folder, several))
+            rows = in_order(table, read_files(folder, several))
             made = [_written(folder, table, rows, several, level + 1)]
             if table == "moments" and level == 0:
                 made += _coarser(folder, rows, several)
@@ -66,28 +67,26 @@ def _written(folder: Path, table: str, rows: Columns, sources: Sequence[HistoryF
     return write_file(folder, f"{table}-{first}-{last}.{level}.parquet", table, rows, level=level)
 
 
-def expired(folder: Path, manifest: Manifest, config: HistoryConfig, anomalies: Sequence[int], now: float) -> Manifest:
-    """Let go of single steps that are too old, and of what there is no room for. anomalies: steps of their onsets."""
-    newest = max((one.last_step for one in manifest.files), default=-1)
+def expired(folder: Path, manifest: Manifest, config: HistoryConfig, now: float) -> Manifest:
+    """Let go of single steps that are too old, and of what there is no room for."""
+    newest = max((one.last_step for one in manifest.of("steps")), default=-1)
     if config.full_steps:
         for one in manifest.of("moments"):
             if 0 < one.level < KEPT and one.last_step <= newest - config.full_steps:
-                manifest = _thinned(folder, manifest, one, config.around_steps, anomalies, now)
+                manifest = _thinned(folder, manifest, one, config.around_steps, now)
     if config.bytes:
-        for table in ("moments", *(f"moments_{width}" for width in WIDTHS[:-1])):
+        for table in ("moments", *(f"moments_{width}" for width in WIDTHS[:-1]), "anomalies"):
             for one in manifest.of(table):
                 # What was just written has no buckets yet.
-                if manifest.num_bytes > config.bytes and (table != "moments" or one.level > 0):
+                if manifest.num_bytes > config.bytes and (table not in ("moments", "anomalies") or one.level > 0):
                     manifest = replaced(manifest, [one], [], now)
                     if table == "moments":
                         manifest = _cut(manifest, one)
     return manifest
 
 
-def _thinned(
-    folder: Path, manifest: Manifest, one: HistoryFile, around: int, anomalies: Sequence[int], now: float
-) -> Manifest:
-    near = np.array(sorted(step for step in anomalies if one.first_step - around <= step <= one.last_step + around))
+def _thinned(folder: Path, manifest: Manifest, one: HistoryFile, around: int, now: float) -> Manifest:
+    near = _onsets(folder, manifest, one.first_step - around, one.last_step + around)
     kept: list[HistoryFile] = []
     if len(near) and around:
         rows = read_files(folder, [one])
@@ -96,6 +95,17 @@ def _thinned(
         if is_near.any():
             kept.append(_written(folder, "moments", {name: values[is_near] for name, values in rows.items()}, [one], KEPT))
     return _cut(replaced(manifest, [one], kept, now), one)
+
+
+def _onsets(folder: Path, manifest: Manifest, first: int, last: int) -> npt.NDArray[np.int64]:
+    """Return the steps from first to last in which anomalies began, rising."""
+    found = [np.empty(0, np.int64)]
+    for one in manifest.of("anomalies"):
+        if one.first_step <= last and first <= one.last_step:
+            rows = read_file(folder / one.name, "anomalies", ("step", "event"))
+            steps = rows["step"][rows["event"] == "onset"].astype(np.int64)
+            found.append(steps[(first <= steps) & (steps <= last)])
+    return np.unique(np.concatenate(found))
 
 
 def _cut(manifest: Manifest, one: HistoryFile) -> Manifest:

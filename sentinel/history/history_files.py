@@ -6,13 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sentinel.errors import StoreError
 from sentinel.history.manifest import PART, HistoryFile
-from sentinel.history.table_schemas import ROWS_PER_GROUP, SCHEMAS, Columns, columns_of, joined, table_of
+from sentinel.history.table_schemas import ORDER, ROWS_PER_GROUP, Columns, columns_of, joined, table_of
 from sentinel.private_files import create_file
+
+_NO_STEPS = np.empty(0, np.int64)
 
 
 def write_file(folder: Path, name: str, table: str, columns: Columns, *, level: int = 0) -> HistoryFile:
@@ -26,17 +29,16 @@ def write_file(folder: Path, name: str, table: str, columns: Columns, *, level: 
         os.fsync(file.fileno())
         size = file.tell()
     part.replace(folder / name)
-    steps = columns.get("step")
-    has_steps = steps is not None and len(steps) > 0
+    steps = columns.get("step", _NO_STEPS)
     return HistoryFile(
         name=name,
         table=table,
         level=level,
         rows=arrow.num_rows,
         bytes=size,
-        attempt=int(columns["attempt"][0]) if has_steps else 0,
-        first_step=int(steps.min()) if has_steps and steps is not None else 0,
-        last_step=int(columns.get("last_step", columns["step"]).max()) if has_steps else -1,
+        attempt=int(columns["attempt"][0]) if len(steps) else 0,
+        first_step=int(steps.min()) if len(steps) else 0,
+        last_step=int(columns.get("last_step", steps).max()) if len(steps) else -1,
     )
 
 
@@ -54,23 +56,21 @@ def _write(table: pa.Table, file: object) -> None:
         use_dictionary=[name for name in table.schema.names if name not in encodings],
         column_encoding=encodings,
         version="2.6",
-        write_page_index=True,
+        # What readers skip by. Bounds of floats exclude no row that a question wants.
+        write_statistics=[name for name in (*ORDER, "last_step", "time") if name in table.schema.names],
     )
 
 
 def read_files(folder: Path, files: Sequence[HistoryFile]) -> Columns:
     """Return the rows of some files of one table, file behind file. StoreError names one that cannot be read."""
-    return joined([read_file(folder / one.name) for one in files])
+    return joined([read_file(folder / one.name, one.table) for one in files])
 
 
-def read_file(path: Path) -> Columns:
-    """Return the rows of a file."""
+def read_file(path: Path, table: str, only: Sequence[str] | None = None) -> Columns:
+    """Return the rows of a file of a table. only: the columns that are wanted; None: all."""
     try:
-        return columns_of(pq.read_table(path, memory_map=True, partitioning=None))
+        return columns_of(
+            table, pq.read_table(path, columns=None if only is None else list(only), memory_map=True, partitioning=None)
+        )
     except (OSError, pa.ArrowException) as error:
         raise StoreError(f"{path}: expected a Parquet file of a history, got: {error}") from error
-
-
-def empty(table: str) -> Columns:
-    """Return no rows of a table."""
-    return columns_of(SCHEMAS[table].empty_table())

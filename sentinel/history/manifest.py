@@ -53,6 +53,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The last decision whose step is in the files; what comes up to it again is there already."""
     missing: int = 0
     """Steps that could not be written, for want of disk."""
+    serial: int = 0
+    """Files of what was found that were written so far: each has a number of its own."""
+    journal: str = ""
+    """Id of the journal that `positions` are of."""
+    positions: dict[str, int] = {}
+    """Table -> position in the journal of the last row of what was found that is in the files."""
     attempts: tuple[tuple[int, int], ...] = ()
     """(attempt, its first step), rising: a step of an attempt stands until a later attempt begins at or before it."""
     series: str = ""

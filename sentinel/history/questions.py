@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from sentinel.errors import ConfigError, StoreError
 from sentinel.history.config import FOLDER
@@ -17,31 +14,6 @@ from sentinel.history.sql_views import quoted, views_of
 
 if TYPE_CHECKING:
     import duckdb
-
-FOUND: Mapping[str, pa.Schema] = {
-    "anomalies": pa.schema(
-        [
-            *(
-                pa.field(name, pa.string())
-                for name in ("run", "id", "event", "rule", "detector", "severity", "kind", "tag_name")
-            ),
-            *(pa.field(name, pa.string()) for name in ("statistic", "message")),
-            *(
-                pa.field(name, pa.int64())
-                for name in ("attempt", "step", "rank", "micro_step", "pp_stage", "vpp_stage", "call_id")
-            ),
-            *(pa.field(name, pa.float64()) for name in ("value", "baseline", "score", "time")),
-        ]
-    ),
-    "incidents": pa.schema(
-        [
-            *(pa.field(name, pa.string()) for name in ("run", "id", "state", "severity", "title", "root", "verdict")),
-            *(pa.field(name, pa.int64()) for name in ("revision", "attempt", "opened_step", "last_step")),
-            pa.field("time", pa.float64()),
-        ]
-    ),
-}
-"""Tables of what was found, as the files of a run say it; of each incident every revision."""
 
 
 @contextlib.contextmanager
@@ -77,29 +49,8 @@ def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path]) ->
         allowed += [str(folder / one) for one in (manifest.series, *(one.name for one in manifest.files)) if one]
         for view, select in views_of(name, folder, manifest).items():
             selects.setdefault(view, []).append(select)
-    for table, schema in FOUND.items():
-        connection.register(f"_{table}", _found(table, schema, runs))
-        selects[table] = [f"SELECT * FROM _{table}"]
     connection.execute(f"SET allowed_paths=[{', '.join(map(quoted, allowed))}]")
     connection.execute("SET enable_external_access=false")
     for view, parts in selects.items():
         connection.execute(f"CREATE VIEW {view} AS {' UNION ALL '.join(parts)}")
     connection.execute("SET lock_configuration=true")
-
-
-def _found(table: str, schema: pa.Schema, runs: Mapping[str, Path]) -> pa.Table:
-    rows = []
-    for name, run_dir in runs.items():
-        paths = sorted((run_dir / "anomalies").glob("*.jsonl")) if table == "anomalies" else [run_dir / "incidents.jsonl"]
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):
-                rows += [{**one, "run": name} for one in _lines(path)]
-    return pa.Table.from_pylist([{field.name: row.get(field.name) for field in schema} for row in rows], schema=schema)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for line in file:
-            # A line that a crash cut is completed by the daemon when it goes on.
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)

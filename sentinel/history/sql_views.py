@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sentinel.history.manifest import HistoryFile, Manifest
-from sentinel.history.table_schemas import SCHEMAS, STATISTICS, WIDTHS
+from sentinel.history.table_schemas import FOUND, SCHEMAS, STATISTICS, WIDTHS
 
 ABOUT = ("name", "kind", "place", "dtype", "pp_stage", "vpp_stage", "depth", "site_pos", "num_elements")
 """Columns of a series beside its number."""
@@ -43,6 +43,8 @@ def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
         "scalars": f"SELECT {name}, m.attempt, m.step, s.name, m.mean AS value, m.nans, m.pos_infs + m.neg_infs AS infs "
         f"FROM ({moments}) m JOIN {series} s ON s.series = m.series WHERE s.kind = 'scalar'",
     }
+    for table in FOUND:
+        views[table] = f"SELECT {name}, * FROM {_table(folder, table, manifest.of(table))}"
     for width in WIDTHS:
         buckets = _buckets(folder, manifest, width)
         views[f"moments_{width}"] = (

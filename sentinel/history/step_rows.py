@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sentinel.aggregate import rows_at
 from sentinel.exports.series import MergedStep
 from sentinel.history.table_schemas import STATISTICS, Columns
 from sentinel.moments import EMPTY, Moments
@@ -17,6 +15,10 @@ from sentinel.record import STATS_DTYPE
 from sentinel.step_view import Layout
 
 SCALAR = "scalar"
+_NUM_WORDS = STATS_DTYPE.itemsize // 8
+_COUNT_WORDS = [
+    list(STATS_DTYPE.names or ()).index(name) for name in ("count", "num_nan", "num_pos_inf", "num_neg_inf", "num_zero")
+]
 
 
 class SeriesIds:
@@ -74,27 +76,40 @@ class SeriesIds:
 
 
 def moments_rows(steps: Sequence[MergedStep], ids: SeriesIds) -> Columns:
-    """Return the rows of the table `moments` of some steps: step by step, the scalars of each behind its tensors."""
-    parts = [one for step in steps for one in (_tensors(step, ids), _scalars(step, ids))]
-    whose = [step for step in steps for _ in range(2)]
-    sizes = [len(one.series) for one in parts]
-    stats = np.concatenate([one.stats for one in parts])
-    moments = Moments(stats) if len(stats) else Moments(np.empty(0, STATS_DTYPE))
+    """Return the rows of the table `moments` of some steps, in the order of the table."""
+    of_tensors = [_tensors(step, ids) for step in steps]
+    of_scalars = _scalars(steps, ids)
+    series = np.concatenate([*(one.series for one in of_tensors), of_scalars.series])
+    sizes = [len(one.series) for one in of_tensors] + [len(step.scalars) for step in steps]
+    at_step = np.repeat(np.tile(np.arange(len(steps)), 2), sizes)
+    attempts, numbers = np.array([one.attempt for one in steps], np.int32), np.array([one.step for one in steps], np.int64)
+    order = np.lexsort((numbers[at_step], attempts[at_step], series))
+    # As words: numpy copies records field by field, and asks Python of each.
+    words = np.concatenate([*(one.words for one in of_tensors), of_scalars.words])[order]
+    moments = Moments(words.view(STATS_DTYPE).reshape(-1))
+    columns = np.ascontiguousarray(words.T)
+    count, nans, pos_infs, neg_infs, zeros = (columns[at].view(np.int64) for at in _COUNT_WORDS)
     # Of summands no more is known than that something in them is not finite.
-    is_unknown = np.concatenate([one.is_partial for one in parts])
-    values = {name: np.where(is_unknown, np.nan, moments.statistic(name)) for name in STATISTICS}
+    is_unknown = np.concatenate([*(one.is_partial for one in of_tensors), of_scalars.is_partial])[order]
+    at_step = at_step[order]
     return {
-        "series": np.concatenate([one.series for one in parts]),
-        "attempt": np.repeat(np.array([one.attempt for one in whose], np.int32), sizes),
-        "step": np.repeat(np.array([one.step for one in whose], np.int64), sizes),
-        "is_whole": np.concatenate([one.is_whole for one in parts]),
-        "count": stats["count"],
-        "nans": stats["num_nan"],
-        "pos_infs": stats["num_pos_inf"],
-        "neg_infs": stats["num_neg_inf"],
-        "zeros": stats["num_zero"],
-        **{name: np.where(np.isfinite(column), column, np.nan) for name, column in values.items()},
+        "series": series[order],
+        "attempt": attempts[at_step],
+        "step": numbers[at_step],
+        "is_whole": np.concatenate([*(one.is_whole for one in of_tensors), of_scalars.is_whole])[order],
+        "count": count,
+        "nans": nans,
+        "pos_infs": pos_infs,
+        "neg_infs": neg_infs,
+        "zeros": zeros,
+        **{name: _known(moments.statistic(name), is_unknown) for name in STATISTICS},
     }
+
+
+def _known(values: npt.NDArray[np.float64], is_unknown: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    found = np.array(values, np.float64)
+    found[is_unknown | ~np.isfinite(found)] = np.nan
+    return found
 
 
 def steps_rows(steps: Sequence[MergedStep]) -> Columns:
@@ -110,31 +125,38 @@ def steps_rows(steps: Sequence[MergedStep]) -> Columns:
 
 
 class _Measured(NamedTuple):
-    """What one step has of several series: [rows] each."""
+    """What several series have, step by step: [rows] each."""
 
     series: npt.NDArray[np.int32]
-    stats: npt.NDArray[np.void]
+    words: npt.NDArray[np.uint64]
+    """[rows, words of STATS_DTYPE]."""
     is_whole: npt.NDArray[np.bool_]
     is_partial: npt.NDArray[np.bool_]
 
 
 def _tensors(step: MergedStep, ids: SeriesIds) -> _Measured:
     series, is_partial = ids.of_layout(step.layout)
-    of_row = series[step.index]
-    kept = np.flatnonzero(of_row > 0)
-    index = step.index[kept]
+    of_row, index, words = series[step.index], step.index, step.stats.view(np.uint64).reshape(-1, _NUM_WORDS)
+    if not of_row.all():
+        kept = np.flatnonzero(of_row)
+        of_row, index, words = of_row[kept], index[kept], words[kept]
     whole = np.ones(len(index), np.bool_) if step.is_whole is None else step.is_whole[index]
-    return _Measured(of_row[kept], rows_at(step.stats, kept), whole, is_partial[index])
+    return _Measured(of_row, words, whole, is_partial[index])
 
 
-def _scalars(step: MergedStep, ids: SeriesIds) -> _Measured:
-    stats = np.full(len(step.scalars), EMPTY)
-    for at, value in enumerate(step.scalars.values()):
-        if math.isfinite(value):
-            stats[at]["count"] = 1
-            for name in ("mean", "min", "max"):
-                stats[at][name] = value
-        else:
-            stats[at]["num_nan" if math.isnan(value) else "num_pos_inf" if value > 0 else "num_neg_inf"] = 1
-    series = np.array([ids.of_scalar(name) for name in step.scalars], np.int32)
-    return _Measured(series, stats, np.ones(len(stats), np.bool_), np.zeros(len(stats), np.bool_))
+def _scalars(steps: Sequence[MergedStep], ids: SeriesIds) -> _Measured:
+    series = np.array([ids.of_scalar(name) for step in steps for name in step.scalars], np.int32)
+    values = np.array([value for step in steps for value in step.scalars.values()], np.float64)
+    stats = np.full(len(values), EMPTY)
+    is_known = np.isfinite(values)
+    for name, which in (
+        ("count", is_known),
+        ("num_nan", np.isnan(values)),
+        ("num_pos_inf", values == np.inf),
+        ("num_neg_inf", values == -np.inf),
+    ):
+        stats[name] = which
+    for name in ("mean", "min", "max"):
+        stats[name][is_known] = values[is_known]
+    num = len(values)
+    return _Measured(series, stats.view(np.uint64).reshape(-1, _NUM_WORDS), np.ones(num, np.bool_), np.zeros(num, np.bool_))

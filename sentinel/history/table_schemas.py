@@ -7,7 +7,7 @@ Parquet skip files by the least and greatest value of a column, which a NaN make
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +25,9 @@ COUNTS = ("count", "nans", "pos_infs", "neg_infs", "zeros")
 WIDTHS = (16, 256, 4096)
 """Steps of a bucket, in each of the coarser tables."""
 ORDER = ("series", "attempt", "step")
-"""What rows are sorted by, in every table."""
+"""What rows are sorted by, in every table of what was measured."""
+FOUND = ("anomalies", "incidents", "commands")
+"""Tables of what was found and ordered: in the order in which the journal has it."""
 
 MANTISSA_BITS = 24
 """Binary digits that are kept of a float64: as many as float32 has, in the range of float64. The others are zeros, which
@@ -93,13 +95,38 @@ def _steps() -> pa.Schema:
     )
 
 
+def _found(texts: Sequence[str], whole: Sequence[str], numbers: Sequence[str]) -> pa.Schema:
+    return pa.schema(
+        [
+            *(pa.field(name, pa.string()) for name in texts),
+            *(pa.field(name, pa.int64()) for name in whole),
+            *(pa.field(name, pa.float64()) for name in numbers),
+            pa.field("json", pa.string(), nullable=False),
+        ]
+    )
+
+
 SCHEMAS: Mapping[str, pa.Schema] = {
     "moments": _moments(),
     **{f"moments_{width}": _buckets() for width in WIDTHS},
     "steps": _steps(),
     "series": _series(),
-}
-"""Table -> its columns. `series` of the table `steps` is 0."""
+    "anomalies": _found(
+        (
+            "id", "event", "onset_id", "rule", "detector", "severity", "kind", "tag_name", "statistic", "segment",
+            "value_text", "message",
+        ),
+        ("attempt", "step", "rank", "micro_step", "pp_stage", "vpp_stage", "call_id", "count"),
+        ("value", "baseline", "score", "time"),
+    ),
+    "incidents": _found(
+        ("id", "state", "severity", "title", "root", "root_name", "verdict", "segment", "module"),
+        ("revision", "attempt", "opened_step", "last_step", "num_members"),
+        ("time",),
+    ),
+    "commands": _found(("actor", "action"), (), ("time",)),
+}  # fmt: skip
+"""Table -> its columns. `series` of the table `steps` is 0; `json` is the whole record as its file has it."""
 
 
 def table_of(name: str, columns: Columns) -> pa.Table:
@@ -108,6 +135,9 @@ def table_of(name: str, columns: Columns) -> pa.Table:
     arrays = []
     for field in schema:
         values = columns[field.name]
+        if name in FOUND:
+            arrays.append(pa.array(values, field.type))
+            continue
         is_float = pa.types.is_floating(field.type)
         values = rounded(values) if is_float and field.name != "time" else values
         mask = np.isnan(values) if is_float else (values < 0) if field.name == "zeros" else None
@@ -124,11 +154,14 @@ def rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.where(np.isfinite(kept), kept, values)
 
 
-def columns_of(table: pa.Table) -> Columns:
-    """Return the rows of an Arrow table as arrays, null of a float as NaN, of `zeros` as -1."""
+def columns_of(name: str, table: pa.Table) -> Columns:
+    """Return the rows of a table as arrays: of what was measured null of a float as NaN, of `zeros` as -1; else None."""
     found: Columns = {}
     for field in table.schema:
         column = table.column(field.name)
+        if name in FOUND:
+            found[field.name] = np.array(column.to_pylist(), object)
+            continue
         if column.null_count and pa.types.is_integer(field.type):
             column = column.fill_null(-1)
         found[field.name] = column.to_numpy()
@@ -140,7 +173,9 @@ def joined(parts: list[Columns]) -> Columns:
     return {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}
 
 
-def in_order(columns: Columns) -> Columns:
-    """Return the rows sorted by series, attempt and step; those that agree in all three stay in their order."""
+def in_order(name: str, columns: Columns) -> Columns:
+    """Return the rows of a table in its order: by series, attempt and step, or as they come."""
+    if name in FOUND:
+        return columns
     order = np.lexsort(tuple(columns[name] for name in reversed(ORDER)))
     return {name: values[order] for name, values in columns.items()}

@@ -15,10 +15,11 @@ from sentinel.exception_words import described
 from sentinel.exports.series import MergedStep
 from sentinel.history.compaction import compacted, expired
 from sentinel.history.config import HistoryConfig
-from sentinel.history.history_files import read_file, write_file
-from sentinel.history.manifest import MANIFEST, Manifest, Retired, delete_unnamed, publish, read_manifest, sweep
+from sentinel.history.found_rows import FoundRows, without_known
+from sentinel.history.history_files import read_file, read_files, write_file
+from sentinel.history.manifest import MANIFEST, HistoryFile, Manifest, Retired, delete_unnamed, publish, read_manifest, sweep
 from sentinel.history.step_rows import SeriesIds, moments_rows, steps_rows
-from sentinel.history.table_schemas import in_order
+from sentinel.history.table_schemas import Columns, in_order
 from sentinel.private_files import make_directory
 
 log = logging.getLogger("sentinel.history")
@@ -30,25 +31,32 @@ MOST_WAITING = 8 * FLUSH_ROWS
 for one that does not."""
 RETRY_S = 5.0
 """Seconds from a write that failed to the next (chosen): a full disk is not filled in less."""
-MOST_ONSETS = 100_000
-"""Steps with anomalies that are remembered, the newest: what lies about older ones goes with its time."""
 
 
 class HistoryWriter:
     """Of one run. `take` is called by one thread; what else there is, by any."""
 
-    def __init__(self, folder: Path, config: HistoryConfig, *, after: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: HistoryConfig,
+        *,
+        after: int,
+        found: FoundRows | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """after: the last decision that will not be given again; what the files lack up to it is missing for good.
+        found: where what was found is read; None: nothing is.
 
         StoreError when what is there cannot be read, OSError when nothing can be written there.
         """
         make_directory(folder)
         self.problem = ""
         """Why the newest steps are not on disk; empty: they are, or will be."""
-        self._folder, self._config, self._clock = folder, config, clock
+        self._folder, self._config, self._found, self._clock = folder, config, found, clock
         self._manifest = read_manifest(folder)
         delete_unnamed(folder, self._manifest)
-        self._ids = SeriesIds(read_file(folder / self._manifest.series) if self._manifest.series else None)
+        self._ids = SeriesIds(read_file(folder / self._manifest.series, "series") if self._manifest.series else None)
         self._num_ids_written = len(self._ids)
         if not (folder / MANIFEST).exists():
             # Says from where on a restart must give again what was not written in time.
@@ -59,7 +67,6 @@ class HistoryWriter:
         self._taken = max(self._manifest.decision, after)
         self._waiting: list[MergedStep] = []
         self._num_waiting = 0
-        self._onsets: list[int] = []
         self._is_closing = self._is_asked = False
         self._moved = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"history {folder.parent.name}", daemon=True)
@@ -93,11 +100,6 @@ class HistoryWriter:
         with self._moved:
             self._taken = max(self._taken, seq)
 
-    def take_onsets(self, steps: Sequence[int]) -> None:
-        """Keep what lies about these steps when its time is over: anomalies began there."""
-        with self._moved:
-            self._onsets = [*self._onsets, *steps][-MOST_ONSETS:]
-
     def flush(self) -> None:
         """Have what waits written soon, and published up to which decision that is."""
         with self._moved:
@@ -122,10 +124,7 @@ class HistoryWriter:
                 steps, is_last, self._is_asked = list(self._waiting), self._is_closing, False
                 newest = self._taken
             try:
-                if steps:
-                    self._write(steps, newest)
-                elif newest > self._manifest.decision:
-                    self._publish(msgspec.structs.replace(self._manifest, decision=newest))
+                self._write(steps, newest)
                 self.problem = ""
                 if not is_last:
                     self._tidy()
@@ -139,20 +138,35 @@ class HistoryWriter:
                     self.problem = why
                     self._moved.notify_all()
             if is_last:
+                if self._found is not None:
+                    self._found.close()
                 return
 
     def _is_due(self) -> bool:
         return not self.problem and (self._is_asked or self._num_waiting >= FLUSH_ROWS)
 
     def _write(self, steps: Sequence[MergedStep], newest: int) -> None:
+        """Write steps, and what was found since the last time; published up to the decision `newest`."""
+        manifest = self._with_found(self._manifest)
+        if steps:
+            manifest = self._with_steps(manifest, steps)
+        if manifest is not self._manifest or newest > manifest.decision:
+            self._publish(msgspec.structs.replace(manifest, decision=newest))
+        self._num_ids_written = len(self._ids)
+        if steps:
+            with self._moved:
+                self._waiting = [one for one in self._waiting if one.seq > steps[-1].seq]
+                self._num_waiting = sum(len(one.stats) + len(one.scalars) for one in self._waiting)
+                self._moved.notify_all()
+
+    def _with_steps(self, manifest: Manifest, steps: Sequence[MergedStep]) -> Manifest:
         first, last = steps[0].seq, steps[-1].seq
-        rows = in_order(moments_rows(steps, self._ids))
+        rows = moments_rows(steps, self._ids)
         span = f"{first:012d}-{last:012d}.0.parquet"
         made = [
             write_file(self._folder, f"moments-{span}", "moments", rows),
-            write_file(self._folder, f"steps-{span}", "steps", in_order(steps_rows(steps))),
+            write_file(self._folder, f"steps-{span}", "steps", in_order("steps", steps_rows(steps))),
         ]
-        manifest = self._manifest
         series, retired = manifest.series, manifest.retired
         if len(self._ids) > self._num_ids_written:
             retired = (*retired, Retired(series, self._clock())) if series else retired
@@ -161,28 +175,47 @@ class HistoryWriter:
         attempts = dict(manifest.attempts)
         for one in steps:
             attempts[one.attempt] = min(one.step, attempts.get(one.attempt, one.step))
-        self._publish(
-            msgspec.structs.replace(
-                manifest,
-                decision=newest,
-                series=series,
-                retired=retired,
-                files=(*manifest.files, *made),
-                attempts=tuple(sorted(attempts.items())),
-            )
+        return msgspec.structs.replace(
+            manifest,
+            series=series,
+            retired=retired,
+            files=(*manifest.files, *made),
+            attempts=tuple(sorted(attempts.items())),
         )
-        self._num_ids_written = len(self._ids)
-        with self._moved:
-            self._waiting = [one for one in self._waiting if one.seq > last]
-            self._num_waiting = sum(len(one.stats) + len(one.scalars) for one in self._waiting)
-            self._moved.notify_all()
+
+    def _with_found(self, manifest: Manifest) -> Manifest:
+        if self._found is None:
+            return manifest
+        if manifest.journal != (journal := self._found.journal_id):
+            # Repaired since: it is read from its beginning, and what the files have is left out.
+            manifest = msgspec.structs.replace(self._read_anew(self._found, manifest), journal=journal)
+        while rows := self._found.after(manifest.positions):
+            for table, (position, columns) in rows.items():
+                manifest = self._with_rows(manifest, table, position, columns)
+        return manifest
+
+    def _read_anew(self, found: FoundRows, manifest: Manifest) -> Manifest:
+        positions: dict[str, int] = {}
+        kept = manifest
+        while rows := found.after(positions):
+            for table, (position, columns) in rows.items():
+                files = manifest.of(table)
+                fresh = without_known(table, columns, read_files(self._folder, files)) if files else columns
+                kept = self._with_rows(kept, table, position, fresh)
+                positions[table] = position
+        return msgspec.structs.replace(kept, positions=positions)
+
+    def _with_rows(self, manifest: Manifest, table: str, position: int, columns: Columns) -> Manifest:
+        positions, serial = {**manifest.positions, table: position}, manifest.serial + 1
+        made: tuple[HistoryFile, ...] = ()
+        if len(columns["json"]):
+            made = (write_file(self._folder, f"{table}-{serial:012d}-{serial:012d}.0.parquet", table, columns),)
+        return msgspec.structs.replace(manifest, positions=positions, serial=serial, files=(*manifest.files, *made))
 
     def _tidy(self) -> None:
         now = self._clock()
         tidied = compacted(self._folder, self._manifest, now)
-        with self._moved:
-            onsets = list(self._onsets)
-        tidied = expired(self._folder, tidied, self._config, onsets, now)
+        tidied = expired(self._folder, tidied, self._config, now)
         if tidied is not self._manifest:
             self._publish(tidied)
         stays = sweep(self._folder, self._manifest, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,20 @@ class Audit:
                 "INSERT INTO audit(time, actor, action, body) VALUES(?, ?, ?, ?)",
                 (time, actor, action, json.dumps(details, allow_nan=False)),
             )
+
+    def entries(self, after: int = 0) -> Iterator[tuple[int, AuditEntry]]:
+        """Yield (position, entry) behind a position, counted from 1, oldest first."""
+        position = after
+        while True:
+            with self._file.mutex:
+                page = self._file.db.execute(
+                    "SELECT position, time, actor, action, body FROM audit WHERE position > ? ORDER BY position LIMIT 1000",
+                    (position,),
+                ).fetchall()
+            for position, at, actor, action, body in page:
+                yield position, AuditEntry(time=at, actor=actor, action=action, details=json.loads(body))
+            if len(page) < 1000:
+                return
 
     def newest(self, limit: int = 200) -> list[AuditEntry]:
         """Return the newest entries of the audit, newest first."""

@@ -75,6 +75,11 @@ class Journal:
         return self._last_seq
 
     @property
+    def id(self) -> str:
+        """What it is told by from one that is made in its place: positions of rows are of one journal."""
+        return str(self._file.meta("id") or "")
+
+    @property
     def judged(self) -> int:
         """Seq of the last decision whose judgement was committed; 0 when there is none."""
         value = self._file.meta("judged")

@@ -154,6 +154,8 @@ class JournalFile:
                 self.db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA_VERSION,))
         if not read_only:
             self.db.execute(_TICKS)
+            # Journals of before it was kept have one from their next opening on.
+            self.db.execute("INSERT OR IGNORE INTO meta VALUES('id', lower(hex(randomblob(16))))")
 
     def _version(self) -> int:
         row = self.row("SELECT name FROM sqlite_master WHERE name = 'meta'")

@@ -26,7 +26,7 @@ def rows_of(rng: np.random.Generator, num_series: int, num_steps: int) -> Column
         values = rng.standard_normal(len(step)) * 10.0 ** rng.integers(-30, 30, len(step))
         rows[name] = np.where(rng.random(len(step)) < 0.3, np.nan, values)
     kept = rng.random(len(step)) < 0.8
-    return in_order({name: values[kept] for name, values in rows.items()})
+    return in_order("moments", {name: values[kept] for name, values in rows.items()})
 
 
 def slowly(rows: Columns, width: int) -> dict[tuple[int, int, int], dict[str, float]]:

@@ -13,6 +13,7 @@ import pytest
 from sentinel.errors import StoreError
 from sentinel.history import compaction, history_files, writer
 from sentinel.history.config import HistoryConfig
+from sentinel.history.found_rows import FoundRows
 from sentinel.history.manifest import GRACE_S, MANIFEST, read_manifest
 from sentinel.history.questions import asking
 from sentinel.history.writer import HistoryWriter
@@ -26,9 +27,14 @@ QUICK = HistoryConfig(enabled=True, flush_s=0.05)
 
 @contextmanager
 def writing(
-    run: Path, config: HistoryConfig = QUICK, after: int = 0, clock: Callable[[], float] = lambda: 1e9
+    run: Path,
+    config: HistoryConfig = QUICK,
+    after: int = 0,
+    clock: Callable[[], float] = lambda: 1e9,
+    journal: Path | None = None,
 ) -> Iterator[HistoryWriter]:
-    one = HistoryWriter(run / "history", config, after=after, clock=clock)
+    found = None if journal is None else FoundRows(journal)
+    one = HistoryWriter(run / "history", config, after=after, found=found, clock=clock)
     try:
         yield one
     finally:
@@ -137,22 +143,6 @@ def test_a_step_that_a_later_attempt_repeats_counts_once(tmp_path: Path) -> None
     found = answer(tmp_path, "SELECT attempt, count(*), min(step), max(step) FROM steps GROUP BY 1 ORDER BY 1")
     assert found == [(0, 20, 1, 20), (1, 20, 21, 40)]
     assert answer(tmp_path, "SELECT sum(num_steps) FROM moments_16 WHERE kind = 'scalar'") == [(40,)]
-
-
-def test_old_steps_become_buckets_and_what_lies_about_anomalies_stays(tmp_path: Path) -> None:
-    config = HistoryConfig(enabled=True, flush_s=0.05, full_steps=40, around_steps=3)
-    with writing(tmp_path, config) as one:
-        one.take_onsets([10])
-        write(one, 1, 200)
-        one.take(merged_step(LAYOUT, 201))
-        one.flush()
-        wait_for(lambda: one.decision >= 201)
-
-    steps = [step for (step,) in answer(tmp_path, "SELECT DISTINCT step FROM moments ORDER BY 1")]
-    assert steps[:7] == list(range(7, 14)) and 100 < steps[7] <= 160
-    assert steps[7:] == list(range(steps[7], 201))
-    assert read_manifest(tmp_path / "history").full_from == steps[7]
-    assert answer(tmp_path, "SELECT sum(num_steps), sum(bad_steps) FROM moments_256 WHERE kind = 'wgrad'") == [(603, 1)]
 
 
 @pytest.mark.slow

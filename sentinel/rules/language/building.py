@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +16,19 @@ from sentinel.exception_words import described
 from sentinel.rules.guarded_detector import guarded
 from sentinel.rules.language.schema import Rule
 
+_KNOWN: weakref.WeakKeyDictionary[type[Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
-@functools.cache
+
 def detector_arguments(detector: type[Any]) -> Mapping[str, Any]:
     """Return argument -> default of a detector class; `...` where an argument must be given."""
+    found = _KNOWN.get(detector)
+    if found is None:
+        # Looked up once: it takes a hundred times as long as all else that is read of a rule.
+        found = _KNOWN[detector] = _arguments(detector)
+    return found
+
+
+def _arguments(detector: type[Any]) -> Mapping[str, Any]:
     if issubclass(detector, msgspec.Struct):
         return {
             item.name: ... if item.required else item.default if item.default is not msgspec.NODEFAULT else None
