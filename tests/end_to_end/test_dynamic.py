@@ -101,10 +101,19 @@ class Trainer:
         return list(found.values())
 
     def obeyed(self, num_changes: int, num_steps: int) -> ChangeConfig:
-        """Wait until the last of so many changes is `num_steps` in force."""
-        wait_for(lambda: len(self.changes()) == num_changes, timeout_s=150.0)
-        wait_for(lambda: self.step() >= self.changes()[-1].at_step + num_steps, timeout_s=150.0)
-        return self.changes()[-1]
+        """Wait until all ranks have had the last of so many changes in force for `num_steps`."""
+
+        def in_force() -> ChangeConfig | None:
+            changes = self.changes()
+            if len(changes) != num_changes or self.step() < changes[-1].at_step + num_steps:
+                return None
+            # One that a rank says came too late is withdrawn, however far the ranks are by then.
+            acks = [SaidSoFar(self.folder / "run", rank).acks for rank in range(NUM_RANKS)]
+            is_applied = all(any((one.command, one.state) == (changes[-1].id, "applied") for one in of) for of in acks)
+            return changes[-1] if is_applied else None
+
+        found: ChangeConfig = wait_for(in_force, f"change {num_changes} in force", timeout_s=150.0)
+        return found
 
     def end(self) -> None:
         (self.folder / "stop").write_text(str(self.step() + 10))
