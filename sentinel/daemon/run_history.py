@@ -67,6 +67,16 @@ class RunHistory:
         why = self._obstacle or (self._writer.problem if self._writer is not None else "")
         return f"the history is not written: {why}" if why else ""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files; 0: none is written."""
+        return self._writer.num_bytes if self._writer is not None else 0
+
+    @property
+    def num_missing(self) -> int:
+        """Judged steps that it lacks for want of disk."""
+        return self._writer.num_missing if self._writer is not None else 0
+
     def has(self, decision: int) -> bool:
         """Return whether a restart need not give it again what was decided up to a decision."""
         return self._writer is None or self._writer.decision >= decision

@@ -65,6 +65,7 @@ class RunStatus:
         metrics.is_monitoring = commanding.is_monitoring()
         metrics.monitoring_acked_step = commanding.monitoring_acked_step
         metrics.num_file_failures, metrics.num_file_lines_pending = self._files.num_failures, self._files.num_pending
+        metrics.history_bytes, metrics.num_history_missing = self._history.num_bytes, self._history.num_missing
         self._published = msgspec.structs.replace(metrics)
 
     def metrics(self) -> RunMetrics:

@@ -78,6 +78,16 @@ class HistoryWriter:
         with self._moved:
             return self._taken if self.problem else self._manifest.decision
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files that are published."""
+        return self._manifest.num_bytes
+
+    @property
+    def num_missing(self) -> int:
+        """Steps that could not be written, for want of disk."""
+        return self._manifest.missing
+
     def take(self, step: MergedStep) -> None:
         """Have a judged step written, once. It returns at once, but where the disk is slower than judging for long."""
         with self._moved:
