@@ -65,7 +65,7 @@ class RunStatus:
         metrics.is_monitoring = commanding.is_monitoring()
         metrics.monitoring_acked_step = commanding.monitoring_acked_step
         metrics.num_file_failures, metrics.num_file_lines_pending = self._files.num_failures, self._files.num_pending
-        metrics.history_bytes, metrics.num_history_missing = self._history.num_bytes, self._history.num_missing
+        metrics.num_history_missing = self._history.num_missing
         self._published = msgspec.structs.replace(metrics)
 
     def metrics(self) -> RunMetrics:
@@ -97,6 +97,7 @@ class RunStatus:
             "num_steps_lost": metrics.num_steps_dropped,
             "is_complete": not metrics.num_rows_dropped and not metrics.num_steps_dropped,
             "replicas": self._gauges.replica_words,
+            "history_bytes": self._history.num_bytes,
             **self._commanding.describe(),
             "problems": self.problems(),
             "notes": self._notices.notes,

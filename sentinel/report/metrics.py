@@ -116,7 +116,6 @@ class RunMetrics(msgspec.Struct, kw_only=True):
     judging_s: float = 0.0
     """Seconds spent judging."""
     num_file_failures: int = 0
-    history_bytes: int = 0
     num_history_missing: int = 0
     """Judged steps that a history has not, for want of disk."""
     """Writes to anomaly and incident files that the disk refused."""

@@ -19,7 +19,7 @@ from sentinel.report.metrics import (
 )
 from sentinel.report.series_room import Key, SeriesRoom
 
-CORE_SERIES = 45
+CORE_SERIES = 44
 """Series that every run has, however many runs there are."""
 OTHER = "_other"
 """Label value that sums the counters which found no room."""
@@ -47,7 +47,6 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
      "Bytes that wait to be judged, of the rank whose spool is nearest to its cap."),
     ("spool_seconds_left", "sentinel_spool_seconds_left", "Until that spool reaches its cap at the rate it fills."),
     ("num_file_lines_pending", "sentinel_file_lines_pending", "Lines of anomaly files that wait for the disk."),
-    ("history_bytes", "sentinel_history_bytes", "Bytes of the run's history, 0 where none is written."),
     ("num_ranks_expected", "sentinel_expected_ranks", "Ranks of the run, as they say themselves."),
 )  # fmt: skip
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
