@@ -41,8 +41,9 @@ def sql(runs_and_query: tuple[str, ...], form: str, output: str | None, as_json:
     """Answer QUERY over the histories of RUNs; by default over that of the run that was written to last. `-`: from stdin.
 
     Views: moments (a row for each tensor and step), moments_16, moments_256, moments_4096 (buckets of so many steps: of each
-    statistic _min, _max, _avg, _last and _num, and all that was not finite), scalars, steps, series, anomalies, incidents,
-    commands; each with the column run. Only these runs are read, no other file and no network, and nothing is written but the answer.
+    statistic _min, _max, _avg, _last and _num, and all that was not finite), scalars, vectors, steps, series, anomalies,
+    incidents, commands; each with the column run. Only these runs are read, no other file and no network, and nothing is
+    written but the answer.
 
     The daemon writes a history where its configuration says `history: {enabled: true}`.
     """

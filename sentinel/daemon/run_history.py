@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,12 @@ from sentinel.decision import Tick
 from sentinel.errors import SentinelError
 from sentinel.exports.series import MergedStep
 from sentinel.history.config import FOLDER, HistoryConfig
+from sentinel.messages import Vectors
 
 if TYPE_CHECKING:
+    from sentinel.history.vector_rows import UnjudgedVectors
     from sentinel.history.writer import HistoryWriter
+    from sentinel.ingest.incarnation import SpoolRecord
 
 log = logging.getLogger("sentinel.serving")
 
@@ -29,6 +32,7 @@ class RunHistory:
     def __init__(self, run_dir: Path, journal: Path, config: HistoryConfig) -> None:
         self._folder, self._journal, self._config = run_dir / FOLDER, journal, config
         self._writer: HistoryWriter | None = None
+        self._vectors: UnjudgedVectors | None = None
         self._obstacle = ""
         self.decision: int | None = None
         """The last decision that the history had when it was opened; None: none is written, or it begins now."""
@@ -43,10 +47,12 @@ class RunHistory:
         """Write from now on. after: the last decision that is not judged again."""
         if self._config.enabled and not self._obstacle:
             from sentinel.history.found_rows import FoundRows
+            from sentinel.history.vector_rows import UnjudgedVectors
             from sentinel.history.writer import HistoryWriter
 
             with self._noting_obstacles():
                 self._writer = HistoryWriter(self._folder, self._config, after=after, found=FoundRows(self._journal))
+                self._vectors = UnjudgedVectors()
 
     @contextlib.contextmanager
     def _noting_obstacles(self) -> Iterator[None]:
@@ -81,10 +87,17 @@ class RunHistory:
         """Return whether a restart need not give it again what was decided up to a decision."""
         return self._writer is None or self._writer.decision >= decision
 
+    def receive(self, records: Iterable[SpoolRecord]) -> None:
+        """Take in the vectors of steps that are not judged yet."""
+        if self._vectors is not None:
+            for one in records:
+                if isinstance(one.message, Vectors):
+                    self._vectors.receive(one.frame.header.step, one.incarnation.rank, one.incarnation.id, one.message)
+
     def take(self, step: MergedStep) -> None:
         """Take in a judged step; what it has already it leaves. What was found in it, it reads in the journal."""
-        if self._writer is not None:
-            self._writer.take(step)
+        if self._writer is not None and self._vectors is not None:
+            self._writer.take(step, self._vectors.take(step))
 
     def pass_by(self, tick: Tick) -> None:
         """Take note of a decision that closed no step."""

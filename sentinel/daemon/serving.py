@@ -293,6 +293,7 @@ class ServedRun:
         self.last_received = now
         mono = time.monotonic()
         self._live.receive(records, mono)
+        self._history.receive(records)
         for record in records:
             if isinstance(record.message, Ack):
                 self.commanding.acknowledge(record.incarnation.rank, record.message, now)

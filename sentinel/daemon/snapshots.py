@@ -79,8 +79,17 @@ class Snapshots:
                 self._journal.drop_snapshot(seq)
                 continue
             self.seq = seq
+            self._drop_newer(until)
             return made, snapshot
+        self._drop_newer(until)
         return None
+
+    def _drop_newer(self, until: int | None) -> None:
+        """Drop those behind the one that was restored: beside them the journal would let go of it with the next one."""
+        if until is not None:
+            for seq, _ in list(self._journal.snapshots()):
+                if seq > self.seq:
+                    self._journal.drop_snapshot(seq)
 
 
 class Acknowledgement:

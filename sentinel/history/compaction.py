@@ -23,13 +23,17 @@ FAN = 8
 """Files of one level that are merged into one of the next."""
 MOST_ROWS = 2**21
 """Rows of a file that is merged no more: some 40 MB, read in one go where a whole table is."""
+MOST_BYTES = 2**28
+"""Bytes of files that are merged: vectors are long."""
 KEPT = 99
-"""Level of files that hold what lies about anomalies; they are merged with nothing."""
+"""Level of files that hold what stays of old steps; they are merged with nothing."""
+SAMPLE_EVERY = 256
+"""Steps of which the vectors of one stay when they are old (chosen): as many as a bucket of the middle width has."""
 
 
 def compacted(folder: Path, manifest: Manifest, now: float) -> Manifest:
     """Merge files until no level has too many; moments that are merged for the first time have their buckets made too."""
-    tables = ("moments", "steps", *(f"moments_{width}" for width in WIDTHS), *FOUND)
+    tables = ("moments", "steps", "vectors", *(f"moments_{width}" for width in WIDTHS), *FOUND)
     while True:
         before = manifest
         for table in tables:
@@ -42,7 +46,8 @@ def _merged_once(folder: Path, manifest: Manifest, table: str, now: float) -> Ma
     files = manifest.of(table)
     for level in sorted({one.level for one in files} - {KEPT}):
         several = [one for one in files if one.level == level][:FAN]
-        if len(several) == FAN and sum(one.rows for one in several) <= MOST_ROWS * (1 if level else FAN):
+        num_rows, num_bytes = sum(one.rows for one in several), sum(one.bytes for one in several)
+        if len(several) == FAN and num_rows <= MOST_ROWS * (1 if level else FAN) and num_bytes <= MOST_BYTES:
             rows = in_order(table, read_files(folder, several))
             made = [_written(folder, table, rows, several, level + 1)]
             if table == "moments" and level == 0:
@@ -71,14 +76,14 @@ def expired(folder: Path, manifest: Manifest, config: HistoryConfig, now: float)
     """Let go of single steps that are too old, and of what there is no room for."""
     newest = max((one.last_step for one in manifest.of("steps")), default=-1)
     if config.full_steps:
-        for one in manifest.of("moments"):
+        for one in (*manifest.of("moments"), *manifest.of("vectors")):
             if 0 < one.level < KEPT and one.last_step <= newest - config.full_steps:
                 manifest = _thinned(folder, manifest, one, config.around_steps, now)
     if config.bytes:
-        for table in ("moments", *(f"moments_{width}" for width in WIDTHS[:-1]), "anomalies"):
+        for table in ("vectors", "moments", *(f"moments_{width}" for width in WIDTHS[:-1]), "anomalies"):
             for one in manifest.of(table):
                 # What was just written has no buckets yet.
-                if manifest.num_bytes > config.bytes and (table not in ("moments", "anomalies") or one.level > 0):
+                if manifest.num_bytes > config.bytes and (table not in ("moments", "vectors", "anomalies") or one.level > 0):
                     manifest = replaced(manifest, [one], [], now)
                     if table == "moments":
                         manifest = _cut(manifest, one)
@@ -86,15 +91,33 @@ def expired(folder: Path, manifest: Manifest, config: HistoryConfig, now: float)
 
 
 def _thinned(folder: Path, manifest: Manifest, one: HistoryFile, around: int, now: float) -> Manifest:
-    near = _onsets(folder, manifest, one.first_step - around, one.last_step + around)
+    onsets = _onsets(folder, manifest, one.first_step - around, one.last_step + around) if around else np.empty(0, np.int64)
     kept: list[HistoryFile] = []
-    if len(near) and around:
+    if len(onsets) or one.table == "vectors":
         rows = read_files(folder, [one])
-        at = np.searchsorted(near, rows["step"] - around)
-        is_near = (at < len(near)) & (near[np.minimum(at, len(near) - 1)] <= rows["step"] + around)
-        if is_near.any():
-            kept.append(_written(folder, "moments", {name: values[is_near] for name, values in rows.items()}, [one], KEPT))
-    return _cut(replaced(manifest, [one], kept, now), one)
+        stays = _is_near(rows["step"], onsets, around)
+        if one.table == "vectors":
+            stays |= _is_sample(rows["step"])
+        if stays.any():
+            kept.append(_written(folder, one.table, {name: values[stays] for name, values in rows.items()}, [one], KEPT))
+    manifest = replaced(manifest, [one], kept, now)
+    return _cut(manifest, one) if one.table == "moments" else manifest
+
+
+def _is_near(steps: npt.NDArray[np.int64], onsets: npt.NDArray[np.int64], around: int) -> npt.NDArray[np.bool_]:
+    """Return which steps lie about an onset. onsets: rising."""
+    if not len(onsets):
+        return np.zeros(len(steps), np.bool_)
+    at = np.searchsorted(onsets, steps - around)
+    found: npt.NDArray[np.bool_] = (at < len(onsets)) & (onsets[np.minimum(at, len(onsets) - 1)] <= steps + around)
+    return found
+
+
+def _is_sample(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return which steps stand for those about them: of each SAMPLE_EVERY the first that is there."""
+    met = np.unique(steps)
+    _, first = np.unique(met // SAMPLE_EVERY, return_index=True)
+    return np.isin(steps, met[first])
 
 
 def _onsets(folder: Path, manifest: Manifest, first: int, last: int) -> npt.NDArray[np.int64]:

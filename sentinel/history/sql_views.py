@@ -43,6 +43,11 @@ def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
         "scalars": f"SELECT {name}, m.attempt, m.step, s.name, m.mean AS value, m.nans, m.pos_infs + m.neg_infs AS infs "
         f"FROM ({moments}) m JOIN {series} s ON s.series = m.series WHERE s.kind = 'scalar'",
     }
+    vectors = f"SELECT * FROM {_table(folder, 'vectors', manifest.of('vectors'))} WHERE {stands}"
+    views["vectors"] = (
+        f"SELECT {name}, v.series, s.name, s.kind, s.place, s.depth, s.site_pos, v.* EXCLUDE (series) FROM ({vectors}) v "
+        f"JOIN {series} s ON s.series = v.series"
+    )
     for table in FOUND:
         views[table] = f"SELECT {name}, * FROM {_table(folder, table, manifest.of(table))}"
     for width in WIDTHS:
@@ -66,6 +71,8 @@ def _table(folder: Path, table: str, files: Sequence[HistoryFile]) -> str:
 
 
 def _type(arrow: str) -> str:
+    if arrow.startswith("list<"):
+        return _type(arrow.removesuffix(">").rpartition(" ")[2]) + "[]"
     return {"int32": "INTEGER", "int64": "BIGINT", "bool": "BOOLEAN", "double": "DOUBLE", "string": "VARCHAR"}[arrow]
 
 

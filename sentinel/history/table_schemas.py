@@ -95,6 +95,20 @@ def _steps() -> pa.Schema:
     )
 
 
+def _vectors() -> pa.Schema:
+    return pa.schema(
+        [
+            pa.field("series", pa.int32(), nullable=False),
+            pa.field("attempt", pa.int32(), nullable=False),
+            pa.field("step", pa.int64(), nullable=False),
+            *(pa.field(name, pa.int64(), nullable=False) for name in ("rank", "micro_step", "call_id")),
+            *(pa.field(name, pa.string(), nullable=False) for name in ("statistic", "axis")),
+            pa.field("shape", pa.list_(pa.int64()), nullable=False),
+            *(pa.field(name, pa.list_(pa.float64()), nullable=False) for name in ("values", "edges")),
+        ]
+    )
+
+
 def _found(texts: Sequence[str], whole: Sequence[str], numbers: Sequence[str]) -> pa.Schema:
     return pa.schema(
         [
@@ -110,6 +124,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
     "moments": _moments(),
     **{f"moments_{width}": _buckets() for width in WIDTHS},
     "steps": _steps(),
+    "vectors": _vectors(),
     "series": _series(),
     "anomalies": _found(
         (
@@ -135,7 +150,7 @@ def table_of(name: str, columns: Columns) -> pa.Table:
     arrays = []
     for field in schema:
         values = columns[field.name]
-        if name in FOUND:
+        if values.dtype == object:
             arrays.append(pa.array(values, field.type))
             continue
         is_float = pa.types.is_floating(field.type)
@@ -159,8 +174,9 @@ def columns_of(name: str, table: pa.Table) -> Columns:
     found: Columns = {}
     for field in table.schema:
         column = table.column(field.name)
-        if name in FOUND:
-            found[field.name] = np.array(column.to_pylist(), object)
+        if name in FOUND or not pa.types.is_primitive(field.type):
+            found[field.name] = values = np.empty(len(column), object)
+            values[:] = column.to_pylist()
             continue
         if column.null_count and pa.types.is_integer(field.type):
             column = column.fill_null(-1)

@@ -20,6 +20,7 @@ from sentinel.history.history_files import read_file, read_files, write_file
 from sentinel.history.manifest import MANIFEST, HistoryFile, Manifest, Retired, delete_unnamed, publish, read_manifest, sweep
 from sentinel.history.step_rows import SeriesIds, moments_rows, steps_rows
 from sentinel.history.table_schemas import Columns, in_order
+from sentinel.history.vector_rows import MeasuredVector, vector_rows
 from sentinel.private_files import make_directory
 
 log = logging.getLogger("sentinel.history")
@@ -67,6 +68,8 @@ class HistoryWriter:
         self._taken = max(self._manifest.decision, after)
         self._waiting: list[MergedStep] = []
         self._num_waiting = 0
+        self._vectors: list[MeasuredVector] = []
+        """Of the steps that wait."""
         self._is_closing = self._is_asked = False
         self._moved = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"history {folder.parent.name}", daemon=True)
@@ -88,8 +91,8 @@ class HistoryWriter:
         """Steps that could not be written, for want of disk."""
         return self._manifest.missing
 
-    def take(self, step: MergedStep) -> None:
-        """Have a judged step written, once. It returns at once, but where the disk is slower than judging for long."""
+    def take(self, step: MergedStep, vectors: Sequence[MeasuredVector] = ()) -> None:
+        """Have a judged step written, once, with its vectors. It returns at once, but where the disk is slower for long."""
         with self._moved:
             if step.seq <= self._taken:
                 return
@@ -97,10 +100,12 @@ class HistoryWriter:
                 self._moved.wait(1.0)
             while self._num_waiting >= MOST_WAITING:
                 gone = self._waiting.pop(0)
+                self._vectors = [one for one in self._vectors if one.step is not gone]
                 self._num_waiting -= len(gone.stats) + len(gone.scalars)
                 self._missing(1)
             self._taken = step.seq
             self._waiting.append(step)
+            self._vectors += vectors
             self._num_waiting += len(step.stats) + len(step.scalars)
             if self._num_waiting >= FLUSH_ROWS:
                 self._moved.notify_all()
@@ -132,9 +137,10 @@ class HistoryWriter:
                 while not (self._is_closing or self._is_due()) and (left := until - time.monotonic()) > 0:
                     self._moved.wait(left)
                 steps, is_last, self._is_asked = list(self._waiting), self._is_closing, False
+                vectors = list(self._vectors)
                 newest = self._taken
             try:
-                self._write(steps, newest)
+                self._write(steps, vectors, newest)
                 self.problem = ""
                 if not is_last:
                     self._tidy()
@@ -155,21 +161,22 @@ class HistoryWriter:
     def _is_due(self) -> bool:
         return not self.problem and (self._is_asked or self._num_waiting >= FLUSH_ROWS)
 
-    def _write(self, steps: Sequence[MergedStep], newest: int) -> None:
-        """Write steps, and what was found since the last time; published up to the decision `newest`."""
+    def _write(self, steps: Sequence[MergedStep], vectors: Sequence[MeasuredVector], newest: int) -> None:
+        """Write steps with their vectors, and what was found since the last time; published up to the decision `newest`."""
         manifest = self._with_found(self._manifest)
         if steps:
-            manifest = self._with_steps(manifest, steps)
+            manifest = self._with_steps(manifest, steps, vectors)
         if manifest is not self._manifest or newest > manifest.decision:
             self._publish(msgspec.structs.replace(manifest, decision=newest))
         self._num_ids_written = len(self._ids)
         if steps:
             with self._moved:
                 self._waiting = [one for one in self._waiting if one.seq > steps[-1].seq]
+                self._vectors = [one for one in self._vectors if one.step.seq > steps[-1].seq]
                 self._num_waiting = sum(len(one.stats) + len(one.scalars) for one in self._waiting)
                 self._moved.notify_all()
 
-    def _with_steps(self, manifest: Manifest, steps: Sequence[MergedStep]) -> Manifest:
+    def _with_steps(self, manifest: Manifest, steps: Sequence[MergedStep], vectors: Sequence[MeasuredVector]) -> Manifest:
         first, last = steps[0].seq, steps[-1].seq
         rows = moments_rows(steps, self._ids)
         span = f"{first:012d}-{last:012d}.0.parquet"
@@ -177,6 +184,8 @@ class HistoryWriter:
             write_file(self._folder, f"moments-{span}", "moments", rows),
             write_file(self._folder, f"steps-{span}", "steps", in_order("steps", steps_rows(steps))),
         ]
+        if vectors and len((rows := vector_rows(vectors, self._ids))["series"]):
+            made.append(write_file(self._folder, f"vectors-{span}", "vectors", rows))
         series, retired = manifest.series, manifest.retired
         if len(self._ids) > self._num_ids_written:
             retired = (*retired, Retired(series, self._clock())) if series else retired

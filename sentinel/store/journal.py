@@ -212,7 +212,7 @@ class Journal:
         return None if row is None else bytes(row[0])
 
     def drop_snapshot(self, seq: int) -> None:
-        """Delete a snapshot that could not be restored. seq: the decision behind which it was taken."""
+        """Delete a snapshot that is of no use. seq: the decision behind which it was taken."""
         with self._file.mutex, self._file.transaction():
             self._file.db.execute("DELETE FROM snapshots WHERE seq = ?", (seq,))
 

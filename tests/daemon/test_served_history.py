@@ -14,11 +14,15 @@ from sentinel.history import writer
 from sentinel.history.config import HistoryConfig
 from sentinel.history.questions import asking
 from sentinel.judge.config import JudgingConfig
+from sentinel.messages import Vectors
 from sentinel.store.journal import Journal
-from sentinel.testing import Nan
+from sentinel.testing import Nan, SyntheticRun
+from sentinel.wire.frame import FrameType, encode_message
 
+from ..history.test_vector_rows import histogram
 from ..support.results import decisions, result_bytes
 from ..support.serving import catch_up, judge_run, served, small_run
+from ..support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("snapshots_may_take_all_the_time")]
 
@@ -119,6 +123,27 @@ def test_a_daemon_that_is_killed_leaves_a_history_that_the_next_one_completes(
     assert not answer(tmp_path / "run", "SELECT series, step FROM moments GROUP BY ALL HAVING count(*) > 1")
 
 
+def test_a_daemon_that_is_killed_twice_before_anything_was_published_has_all_of_it_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_run(tmp_path / "run")
+    for publishes in (5, 0, 0):
+        publish = writer.HistoryWriter._publish
+        run = served(tmp_path / "run", WITH)
+        for at in range(10):
+            source.write(1)
+            if at == publishes:
+                monkeypatch.setattr(writer.HistoryWriter, "_publish", lambda self, manifest: None)
+            catch_up(run)
+            if at < publishes:
+                wait_for(lambda run=run: run._history._writer.decision >= run._commits.seq)
+        let_go(run)
+        monkeypatch.setattr(writer.HistoryWriter, "_publish", publish)
+    judge_run(tmp_path / "run", WITH)
+
+    assert answer(tmp_path / "run", "SELECT count(*), count(DISTINCT step), max(step) FROM steps") == [(30, 30, 29)]
+
+
 def test_a_history_that_cannot_be_written_is_a_problem_of_the_run_that_judges_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,3 +196,30 @@ def test_a_reload_that_would_change_the_history_says_that_it_does_not(
     assert [one.getMessage() for one in caplog.records if "history" in one.getMessage()] == [
         f"{tmp_path / 'run' / 'history'}: the section history has changed; in force when the daemon is started anew"
     ]
+
+
+def write_vectors(run: SyntheticRun, num_steps: int) -> None:
+    """Each rank measures a histogram of its first tensor in each step: (its rank, the step)."""
+    for _ in range(num_steps):
+        for rank in range(run.num_ranks):
+            message = encode_message(Vectors(items=(histogram(0, rank, run.step),)))
+            run._write_message(run._ranks[rank], FrameType.VECTOR, message, run.step, 0)
+        run.write(1)
+
+
+def test_every_vector_of_a_judged_step_is_there_once_also_behind_restarts(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    for _ in range(4):
+        write_vectors(run, 5)
+        daemon = served(tmp_path / "run", WITH)
+        catch_up(daemon)
+        daemon.close()
+    run.end()
+    judge_run(tmp_path / "run", WITH, is_over=True)
+
+    names = ["embed.weight", "embed.weight", "layers.2.norm.weight", "layers.2.norm.weight"]
+    found = answer(tmp_path / "run", "SELECT name, step, rank, shape, values, edges FROM vectors ORDER BY step, rank")
+    assert found == [
+        (names[rank], step, rank, [2], [float(rank), float(step)], [0.0, 1.0, 2.0])
+        for step in range(20) for rank in range(run.num_ranks)
+    ]  # fmt: skip
