@@ -103,3 +103,16 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             # A line that a crash cut is completed by the daemon when it goes on.
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
+
+def answered(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
+    """Return the rows that a query is answered with. ConfigError says why it cannot be answered."""
+    import duckdb
+
+    try:
+        relation = connection.sql(query)
+        if relation is None:
+            raise ConfigError("the query cannot be answered: expected one that has rows, as SELECT, DESCRIBE or SHOW TABLES")
+        return relation.to_arrow_table()
+    except duckdb.Error as error:
+        raise ConfigError(f"the query cannot be answered: {error}") from error
