@@ -169,7 +169,7 @@ class OpenedRuns:
             raise ConfigError(f'{what}: "{glob}" matches no name; nearest: {near}')
         if kind is not None:
             is_met = [one and other == kind for one, other in zip(is_met, kinds, strict=True)]
-        return AnswerTable(rows.filter(is_met))
+        return AnswerTable(rows.filter(pa.array(is_met, pa.bool_())))
 
 
 def _span(what: str, steps: Any) -> tuple[int | None, int | None]:

@@ -82,12 +82,13 @@ def plot_histogram(rows: pa.Table, ax: Axes | None) -> Axes:
 
 
 def plot_anomalies(rows: pa.Table, ax: Axes | None) -> Axes:
-    """Draw the rows of `OpenedRuns.anomalies`: a point each at its step, a line each tensor, coloured by severity."""
-    axes = _axes(ax)
-    names = list(dict.fromkeys(rows.column("tag_name").to_pylist()))
+    """Draw the rows of `OpenedRuns.anomalies`: a point each onset at its step, a line each tensor, coloured by severity."""
+    onsets = rows.filter(pc.equal(rows.column("event"), "onset"))
+    names = list(dict.fromkeys(onsets.column("tag_name").to_pylist()))
     place = {name: at for at, name in enumerate(names[:MOST_NAMES])}
+    axes = _axes(ax, 1.5 + 0.2 * len(place))
     drawn: dict[str, list[tuple[int, int]]] = {}
-    for row in rows.select(["tag_name", "step", "severity"]).to_pylist():
+    for row in onsets.select(["tag_name", "step", "severity"]).to_pylist():
         if row["tag_name"] in place:
             drawn.setdefault(row["severity"], []).append((row["step"], place[row["tag_name"]]))
     for severity, points in drawn.items():
@@ -101,8 +102,8 @@ def plot_anomalies(rows: pa.Table, ax: Axes | None) -> Axes:
 
 def plot_incidents(rows: pa.Table, ax: Axes | None) -> Axes:
     """Draw the rows of `OpenedRuns.incidents`: a bar each over the steps that it spans, the worst on top."""
-    axes = _axes(ax)
     shown = rows.slice(0, MOST_NAMES).to_pylist()
+    axes = _axes(ax, 1.5 + 0.3 * len(shown))
     for at, row in enumerate(shown):
         width = max(row["last_step"] - row["opened_step"], 0) + 1
         axes.barh(at, width, left=row["opened_step"], color=COLOURS.get(row["severity"], "tab:gray"), height=0.6)
@@ -136,14 +137,15 @@ def plot_columns(rows: pa.Table, ax: Axes | None) -> Axes:
     return _titled(axes, rows, num, "lines")
 
 
-def _axes(ax: Axes | None) -> Axes:
+def _axes(ax: Axes | None, height: float = 4.0) -> Axes:
+    """Return the axes to draw on. height: of new ones, in inches. ConfigError where matplotlib is not installed."""
     if ax is not None:
         return ax
     try:
         import matplotlib.pyplot
     except ImportError as error:
         raise ConfigError(f"plot needs the package matplotlib ({error}); pip install matplotlib") from error
-    _, axes = matplotlib.pyplot.subplots(figsize=(9, 4), layout="constrained")
+    _, axes = matplotlib.pyplot.subplots(figsize=(9, height), layout="constrained")
     return axes
 
 
@@ -167,8 +169,12 @@ def _parts(rows: pa.Table, key: Sequence[str]) -> Iterator[pa.Table]:
         column = rows.column(name).combine_chunks().dictionary_encode(null_encoding="encode")
         codes = np.unique(codes * (len(column.dictionary) + 1) + column.indices.to_numpy(), return_inverse=True)[1]
     _, firsts = np.unique(codes, return_index=True)
-    for first in np.sort(firsts):
-        yield rows.filter(pa.array(codes == codes[first]))
+    order = np.argsort(codes, kind="stable")
+    sizes = np.bincount(codes)
+    begins = np.cumsum(sizes) - sizes
+    by_series = rows.take(pa.array(order))
+    for code in codes[np.sort(firsts)]:
+        yield by_series.slice(int(begins[code]), int(sizes[code]))
 
 
 def _numbers(rows: pa.Table, name: str) -> npt.NDArray[np.float64]:

@@ -102,7 +102,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             # A line that a crash cut is completed by the daemon when it goes on.
             with contextlib.suppress(ValueError):
-                yield json.loads(line)
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    yield found
 
 
 def answered(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
