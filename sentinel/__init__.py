@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from sentinel.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from sentinel.cli.opening import open as open
     from sentinel.collect.adapters.moe_tracker import MoETracker
     from sentinel.collect.attach import attach
     from sentinel.collect.monitor import Monitor
     from sentinel.explain.skip_list import skip_list
 
+# `open` is not among them: `from sentinel import *` must leave Python's own as it is.
 __all__ = ["MoETracker", "Monitor", "__version__", "attach", "skip_list"]
 
 ADAPTERS = {
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from sentinel.collect.attach import attach
 
         return attach
+    if name == "open":
+        from sentinel.cli.opening import open
+
+        return open
     if name == "skip_list":
         from sentinel.explain.skip_list import skip_list
 

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exports": {"ingest", "store", "wire", "explain", "report"},
     "control": {"wire"},
     "store": set(),
-    "history": {"exports", "store"},  # the merged steps; what was found
+    "history": {"exports", "store"},  # merged steps, vectors; what was found, and where the files of a run lie
     "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},
     "web": set(),
     "daemon": STAGES - {"collect", "cli", "daemon"},

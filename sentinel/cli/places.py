@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def find_run(given: str | None) -> Path:
             return home / folder
     known = ", ".join(sorted(one.name for one in _directories(home))[:8]) or "none"
     raise ConfigError(f'"{given}": expected a run, found none there nor in {home}; known: {known}')
+
+
+def find_runs(given: Sequence[str]) -> dict[str, Path]:
+    """Return name -> run directory of the runs that are meant, each as `find_run` finds it; of none the newest.
+
+    ConfigError when there is none, or two have one name.
+    """
+    found: dict[str, Path] = {}
+    for one in [find_run(name) for name in given] or [find_run(None)]:
+        if found.setdefault(one.name, one) != one:
+            raise ConfigError(f'two runs are called "{one.name}": {found[one.name]} and {one}; rename the directory of one')
+    return found
 
 
 def _directories(home: Path) -> list[Path]:

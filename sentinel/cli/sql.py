@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sentinel.cli.main import CLEAN, to_stderr
-from sentinel.cli.places import find_run
+from sentinel.cli.places import find_runs
 from sentinel.cli.text_table import show_table
 from sentinel.csv_text import guarded
 from sentinel.errors import ConfigError
-from sentinel.history.questions import asking
+from sentinel.history.questions import answered, asking
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,9 +51,8 @@ def sql(runs_and_query: tuple[str, ...], form: str, output: str | None, as_json:
     form = "jsonl" if as_json else form
     if form == "parquet" and not output:
         raise ConfigError("--format parquet: expected -o FILE, for it is no text")
-    directories = [find_run(one) for one in named] if named else [find_run(None)]
-    with asking(_named(directories)) as connection:
-        answer = _answer(connection, sys.stdin.read() if query == "-" else query)
+    with asking(find_runs(named)) as connection:
+        answer = answered(connection, sys.stdin.read() if query == "-" else query)
     if form == "parquet":
         import pyarrow.parquet
 
@@ -67,26 +66,6 @@ def sql(runs_and_query: tuple[str, ...], form: str, output: str | None, as_json:
         else:
             sys.stdout.write(text)
     return CLEAN
-
-
-def _named(directories: list[Path]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for one in directories:
-        if found.setdefault(one.name, one) != one:
-            raise ConfigError(f'two runs are called "{one.name}": {found[one.name]} and {one}; rename the directory of one')
-    return found
-
-
-def _answer(connection: Any, query: str) -> pa.Table:
-    import duckdb
-
-    try:
-        relation = connection.sql(query)
-        if relation is None:
-            raise ConfigError("the query cannot be answered: expected one that has rows, as SELECT, DESCRIBE or SHOW TABLES")
-        return relation.to_arrow_table()
-    except duckdb.Error as error:
-        raise ConfigError(f"the query cannot be answered: {error}") from error
 
 
 def _show(answer: pa.Table) -> None:

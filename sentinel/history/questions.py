@@ -14,6 +14,7 @@ from sentinel.history.sql_views import quoted, views_of
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow as pa
 
 
 @contextlib.contextmanager
@@ -54,3 +55,16 @@ def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path]) ->
     for view, parts in selects.items():
         connection.execute(f"CREATE VIEW {view} AS {' UNION ALL '.join(parts)}")
     connection.execute("SET lock_configuration=true")
+
+
+def answered(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
+    """Return the rows that a query is answered with. ConfigError says why it cannot be answered."""
+    import duckdb
+
+    try:
+        relation = connection.sql(query)
+        if relation is None:
+            raise ConfigError("the query cannot be answered: expected one that has rows, as SELECT, DESCRIBE or SHOW TABLES")
+        return relation.to_arrow_table()
+    except duckdb.Error as error:
+        raise ConfigError(f"the query cannot be answered: {error}") from error
