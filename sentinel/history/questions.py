@@ -45,25 +45,27 @@ FOUND: Mapping[str, pa.Schema] = {
 
 
 @contextlib.contextmanager
-def asking(runs: Mapping[str, Path]) -> Iterator[duckdb.DuckDBPyConnection]:
+def asking(runs: Mapping[str, Path], *, has_found: bool = True, num_threads: int = 0) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection that answers questions about some runs: name -> directory.
 
     It reads the files that their manifests name, and no other; it reaches no network and writes nothing. ConfigError where
-    DuckDB is not installed, StoreError for a run without a history.
+    DuckDB is not installed, StoreError for a run without a history. has_found: anomalies and incidents can be asked for;
+    else their files are not read. num_threads: that compute an answer; 0: as many as there are cores.
     """
     try:
         import duckdb
     except ImportError as error:
         raise ConfigError(f"questions in SQL need the package duckdb ({error}); pip install duckdb") from error
-    connection = duckdb.connect(":memory:", config={"autoinstall_known_extensions": "false", "TimeZone": "UTC"})
+    config: dict[str, Any] = {"autoinstall_known_extensions": "false", "TimeZone": "UTC"}
+    connection = duckdb.connect(":memory:", config=config | ({"threads": num_threads} if num_threads else {}))
     try:
-        _prepare(connection, runs)
+        _prepare(connection, runs, FOUND if has_found else {})
         yield connection
     finally:
         connection.close()
 
 
-def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path]) -> None:
+def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path], found: Mapping[str, pa.Schema]) -> None:
     selects: dict[str, list[str]] = {}
     allowed: list[str] = []
     for name, run_dir in runs.items():
@@ -77,7 +79,7 @@ def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path]) ->
         allowed += [str(folder / one) for one in (manifest.series, *(one.name for one in manifest.files)) if one]
         for view, select in views_of(name, folder, manifest).items():
             selects.setdefault(view, []).append(select)
-    for table, schema in FOUND.items():
+    for table, schema in found.items():
         connection.register(f"_{table}", _found(table, schema, runs))
         selects[table] = [f"SELECT * FROM _{table}"]
     connection.execute(f"SET allowed_paths=[{', '.join(map(quoted, allowed))}]")
