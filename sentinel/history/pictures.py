@@ -142,8 +142,7 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
         group = -(-len(series) // wanted.rows)
         rows = tuple(_row(series[at : at + group]) for at in range(0, len(series), group))
         most = max(1, min(wanted.columns, wanted.cells // len(rows)))
-        table, width = _columns(manifest, len(series), first, last, most)
-        first = first // width * width
+        table, first, width = _columns(manifest, len(series), first, last, most)
         num_columns = max(0, last - first + width) // width
         series_rows = pa.table({"series": [one[0] for one in series], "row": [at // group for at in range(len(series))]})
         connection.register("wanted", series_rows)
@@ -201,14 +200,16 @@ def _extent(manifest: Manifest) -> tuple[int, int]:
     return min((one.first_step for one in files), default=0), max((one.last_step for one in files), default=-1)
 
 
-def _columns(manifest: Manifest, num_series: int, first: int, last: int, most: int) -> tuple[int, int]:
-    """Return (steps of a row of the table to read, steps of a column): as fine as there is room and data for."""
+def _columns(manifest: Manifest, num_series: int, first: int, last: int, most: int) -> tuple[int, int, int]:
+    """Return (steps of a row of the table to read, first step, steps of a column): as fine as there is room and data for."""
     span = max(1, last - first + 1)
     narrowest = -(-span // most)
     widths = [one for one in (1, *WIDTHS) if _begins(manifest, one) <= first] or [WIDTHS[-1]]
     fitting = [one for one in widths if one <= narrowest][-1:] or widths[:1]
     cheap = [one for one in widths if one >= fitting[0] and num_series * span <= MOST_ROWS_READ * one] or widths[-1:]
-    return cheap[0], -(-narrowest // cheap[0]) * cheap[0]
+    table = cheap[0]
+    begin = first // table * table
+    return table, begin, max(1, -(-(last - begin + 1) // (table * most))) * table
 
 
 def _begins(manifest: Manifest, width: int) -> int:
@@ -242,7 +243,6 @@ def _select(wanted: Wanted, table: int, first: int, last: int, width: int) -> st
 def _step_times(connection: duckdb.DuckDBPyConnection, first: int, last: int, most: int) -> Picture:
     """Return how long steps took, in seconds; of a step whose forerunner was not of its attempt it is not known."""
     width = -(-max(1, last - first + 1) // most)
-    first = first // width * width
     took = "CASE WHEN step = 1 + lag(step) OVER own THEN epoch(time) - epoch(lag(time) OVER own) END"
     cells = connection.execute(
         f"SELECT 0 AS at, (step - {first}) // {width} AS col, min(s) AS least, max(s) AS greatest, avg(s) AS mean, "
