@@ -10,6 +10,7 @@ import { grouped, number, plural, seen, seenEnd, severityClass } from "./words.j
 
 const [NOTHING, VALUE, UNDEFINED, INF, NAN] = [0, 1, 2, 3, 4];
 const OF_WORDS = { extreme: "farthest from zero", max: "greatest", min: "least", avg: "mean", last: "last" };
+const MADE = ["rms", "norm", "absmax"]; // Of what is made of kept statistics a history knows no mean of several steps.
 const LABELS_PX = 190;
 const KINDS_FIRST = ["wgrad", "activation", "dgrad", "param"];
 
@@ -248,7 +249,7 @@ export function LayersView({ name: run, query }) {
   const kinds = Object.keys(held?.kinds ?? {});
   const kind = query.kind ?? KINDS_FIRST.find((one) => kinds.includes(one)) ?? kinds[0];
   const statistic = query.statistic ?? "std";
-  const of = query.of ?? "extreme";
+  const of = query.of === "avg" && MADE.includes(statistic) ? "extreme" : query.of ?? "extreme";
   const isRelative = query.colour === "row";
   const extent = held ? [held.first_step, Math.max(held.first_step, held.last_step)] : [0, 1];
   const view = viewOf(query, extent);
@@ -280,7 +281,7 @@ export function LayersView({ name: run, query }) {
         <Toolbar view={view} extent={extent} onView={onView}>
           <Choice label="kind" value={kind} options={kinds.map((one) => [one, `${one} (${held.kinds[one]})`])} onChange={(value) => set({ kind: value, series: "" })} />
           <Choice label="statistic" value={statistic} options={held.statistics.map((one) => [one, one])} onChange={(value) => set({ statistic: value })} />
-          <Choice label="of a column, the" value={of} options={Object.entries(OF_WORDS)} onChange={(value) => set({ of: value })} />
+          <Choice label="of a column, the" value={of} options={Object.entries(OF_WORDS).filter(([name]) => name !== "avg" || !MADE.includes(statistic))} onChange={(value) => set({ of: value })} />
           <Choice label="colour" value={isRelative ? "row" : "all"} options={[["all", "one scale"], ["row", "each row beside its median"]]} onChange={(value) => set({ colour: value === "row" ? "row" : "" })} />
         </Toolbar>
       )}

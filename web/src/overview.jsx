@@ -35,14 +35,21 @@ function healthOf(run, now) {
   return { kind: "ok", words: "healthy" };
 }
 
+const isLoss = (name) => /loss/i.test(name);
+
+function lossOf(series = []) {
+  return series.find((one) => one.name === "loss") ?? series.find((one) => isLoss(one.name));
+}
+
 // The newest steps that the daemon has in memory; of a run that it has none of, the whole run out of its history.
 function Loss({ run, recent }) {
   const isKept = recent?.points.length > 0;
-  const url = isKept || run.judged_step === null || run.judged_step < 0 ? null : address("api/v1/history/series", { run: run.run, kind: "scalar", name: "*[lL]oss*", columns: 180 });
-  const kept = useAnswer(url);
+  const held = useAnswer(isKept ? null : address("api/v1/history", { run: run.run }));
+  const loss = lossOf(held.data?.scalars);
+  const kept = useAnswer(loss ? address("api/v1/history/series", { run: run.run, kind: "scalar", series: loss.series, columns: 180 }) : null);
   if (isKept) return <Sparkline points={recent.points} name={recent.name} />;
-  const found = kept.data?.series.find((one) => one.name === "loss") ?? kept.data?.series[0];
-  if (!found) return <span class="muted">{kept.isWaiting ? "" : "no loss logged"}</span>;
+  const found = kept.data?.series[0];
+  if (!found) return <span class="muted">{held.isWaiting || kept.isWaiting ? "" : "no loss is known"}</span>;
   const points = found.steps.map((step, at) => [0, step, found.nans[at] + found.infs[at] ? null : found.greatest[at]]);
   return <Sparkline points={points} name={found.name} />;
 }
@@ -75,15 +82,11 @@ function Problems({ health, runs }) {
   );
 }
 
-function lossOf(series, run) {
-  const own = (series ?? []).filter((one) => one.run === run);
-  return own.find((one) => one.name === "loss") ?? own[0];
-}
-
 export function Overview({ health }) {
   const runs = useAnswer(address("api/v1/runs"), 3000);
   const incidents = useAnswer(address("api/v1/incidents", { limit: 500 }), 3000);
-  const losses = useAnswer(address("api/v1/series", { name: "*[lL]oss*", limit: 300 }), 5000);
+  const isLogged = runs.data?.runs.some((one) => Object.keys(one.scalars ?? {}).some(isLoss));
+  const losses = useAnswer(isLogged ? address("api/v1/series", { name: "*[lL][oO][sS][sS]*", limit: 300 }) : null, 5000);
   const silences = useAnswer(address("api/v1/silences"), 15_000);
   const before = useLastLook();
   if (!runs.data) return <p class="muted">{runs.error ? seen(runs.error.message) : "Asking the daemon."}</p>;
@@ -106,7 +109,7 @@ export function Overview({ health }) {
           <div class="wide">
             <table class="runs">
               <thead><tr><th>Run</th><th>Health</th><th class="number">Step judged</th><th class="number">Ranks</th><th>Loss</th><th>Last heard</th></tr></thead>
-              <tbody>{runs.data.runs.map((one) => <RunRow key={one.run} run={one} loss={lossOf(losses.data?.series, one.run)} now={now} />)}</tbody>
+              <tbody>{runs.data.runs.map((one) => <RunRow key={one.run} run={one} loss={lossOf(losses.data?.series.filter((series) => series.run === one.run))} now={now} />)}</tbody>
             </table>
           </div>
         )}
