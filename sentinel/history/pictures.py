@@ -31,8 +31,8 @@ from sentinel.known_words import nearest
 if TYPE_CHECKING:
     import duckdb
 
-MOST_ROWS_READ = 2_000_000
-"""Rows of a history that one picture reads (chosen: some 300 ms of one core); past it columns are wider."""
+MOST_ROWS_READ = 1_000_000
+"""Rows of one table that a picture reads (chosen: half a second of one core); past it columns are wider."""
 MOST_NAME = 1000
 """Characters of a name that are answered; a bound, for names come from trainers."""
 ANSWER_S = 10.0

@@ -61,7 +61,7 @@ function App() {
           {first === "runs" && name && <><span class="muted">/</span> <a href={link(["runs", name])}>{seen(name, 60)}</a></>}
           {within === "layers" && <> <span class="muted">/</span> layers</>}
           {first === "incidents" && query.run && <><span class="muted">/</span> <a href={link(["runs", query.run])}>{seen(query.run, 60)}</a></>}
-          {first === "incidents" && name && <><span class="muted">/</span> <code>{seen(name, 40)}</code></>}
+          {first === "incidents" && name && <> <span class="muted">/</span> <code>{seen(name, 40)}</code></>}
         </nav>
         <SearchBox query={first === "search" ? query.q ?? "" : ""} />
         <Health health={health.data} />

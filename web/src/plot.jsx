@@ -7,7 +7,7 @@ import { colours } from "./colours.js";
 import { incidentLink } from "./route.js";
 import { grouped, number, plural, seen, severityClass } from "./words.js";
 
-const AXIS_PX = 62;
+const AXIS_PX = 68;
 
 // Columns: {width, steps, least, greatest, mean, last, nans, infs}, as the history answers; values may be null.
 function drawn(columns, isLog) {
@@ -144,7 +144,7 @@ export function Plot({ title, columns, view, extent, onView, isLog, anomalies = 
       {
         width: Math.max(200, place.current.clientWidth),
         height,
-        padding: [12, 8, 0, 0],
+        padding: [12, 18, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } },
         scales: { x: { time: false, range: () => now.current.range }, y: { distr: kind, ...(kind === 1 ? { range: roomy } : {}) } },

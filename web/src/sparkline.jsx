@@ -43,7 +43,7 @@ export function Sparkline({ points, name }) {
   return (
     <span class="sparkline">
       <canvas ref={canvas} class="spark" role="img" aria-label={words} />
-      <span class={last === null || bad ? "critical" : ""}>{last === null ? "not finite" : number(last)}</span>
+      <span class={last === null ? "critical" : ""}>{last === null ? "not finite" : number(last)}</span>
     </span>
   );
 }
