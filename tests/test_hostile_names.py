@@ -7,7 +7,6 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -28,41 +27,18 @@ from sentinel.report.alert import Alert
 from sentinel.report.silences import Silences
 from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.delivery import SinkParts
-from sentinel.testing import Nan, SyntheticRun
-from sentinel.testing.model import SyntheticModel, Table
-from sentinel.testing.values import SyntheticValues
 
+from .support.hostile_run import EVIL, write_hostile_run
 from .support.serving import catch_up, loaded_packs, served
 
-EVIL = (
-    "=cmd|'/C calc'!A0 \x1b[31m\x1b]0;owned\x07\r\nERROR forged line\x00\x9b2J\u202e<script>alert(1)</script> <!channel> `*_"
-)
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
-
-
-def renamed(name: str) -> str:
-    return name.replace("layers.1", f"{EVIL}layers.1")
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A judged run whose module, parameter and value names are all hostile, and in which one of them goes bad."""
     run_dir = tmp_path_factory.mktemp("hostile") / "run"
-    table, scalars = SyntheticModel.table, SyntheticValues.scalars
-
-    def renamed_table(self: SyntheticModel, place: Any) -> Table:
-        made = table(self, place)
-        body = msgspec.json.encode(made.descriptor).decode().replace("layers.1", json.dumps(renamed("layers.1"))[1:-1])
-        made.descriptor = msgspec.json.decode(body.encode(), type=type(made.descriptor))
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SyntheticModel, "table", renamed_table)
-        patch.setattr(SyntheticValues, "scalars", lambda self, place, step: {
-            **scalars(self, place, step), f"{EVIL}loss": float("nan") if step > 8 else 1.0,
-        })  # fmt: skip
-        run = SyntheticRun(run_dir, layers=2, d_model=8, elements=8).plant(Nan(step=8, module="layers.1"))
-        run.write(12)
+    write_hostile_run(run_dir)
     one = served(run_dir)
     catch_up(one)
     one.close()

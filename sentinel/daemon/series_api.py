@@ -75,10 +75,10 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True):
             aggregates=aggregates,
             kinds=kinds,
             statistics=_words(given, "statistic") or usual,
-            first_step=_number(given, "from", 0),
-            last_step=_number(given, "to", 2**62),
+            first_step=whole_number(given, "from", 0),
+            last_step=whole_number(given, "to", 2**62),
         )
-        limit = min(_number(given, "limit", DEFAULT_POINTS), MAX_POINTS)
+        limit = min(whole_number(given, "limit", DEFAULT_POINTS), MAX_POINTS)
         run = given["run"][0] if "run" in given else None
         return cls(run=run, query=query, limit=limit, reads_spool="from" in given)
 
@@ -87,7 +87,8 @@ def _words(given: Mapping[str, list[str]], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in given.get(name, [""])[0].split(",") if word.strip()))
 
 
-def _number(given: Mapping[str, list[str]], name: str, otherwise: int) -> int:
+def whole_number(given: Mapping[str, list[str]], name: str, otherwise: int) -> int:
+    """Return a whole number of a URL's parameters; `otherwise` where it is not there. ConfigError for any other text."""
     text = given[name][0] if name in given else None
     if text is None:
         return otherwise

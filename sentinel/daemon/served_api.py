@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.config_in_force import ConfigInForce
+from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
@@ -32,6 +35,8 @@ STUCK_AFTER_S = 30.0
 """Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
 that hangs is reported late."""
 RELOAD_WAIT_S = 10.0
+MOST_MEMBERS = 200
+"""Anomalies of an incident that are shown with it."""
 
 _Written = TypeVar("_Written")
 
@@ -70,7 +75,7 @@ class ServedApi:
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
-        self._series = SeriesQueries()
+        self._series, self._history = SeriesQueries(), HistoryQueries()
 
     # Called by the loop.
 
@@ -185,11 +190,24 @@ class ServedApi:
             context=alert.context,
             orders=one.commanding.orders_about(alert.incident),
             links=self.links.of(alert),
+            anomalies=tuple(one.journal.found.anomaly_bodies(_shown_members(revisions))),
         )
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
         return self._series.answer(self._chosen(request.run), request)
+
+    def history(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return what the history of a run holds."""
+        return self._history.held(self._run_dir(request.run), request)
+
+    def history_series(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return single series over steps, out of the history."""
+        return self._history.series(self._run_dir(request.run), request)
+
+    def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return one statistic of many tensors over steps, out of the history."""
+        return self._history.heatmap(self._run_dir(request.run), request)
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""
@@ -275,6 +293,10 @@ class ServedApi:
             raise UnknownRun(f'run "{run[:200]}": expected one that is served here; known: {known}')
         return [self._runs[run]]
 
+    def _run_dir(self, run: str) -> Path:
+        [one] = self._chosen(run)
+        return one.paths.run_dir
+
     def _snapshot(self) -> MetricsSnapshot:
         workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.heartbeat
         stages = self._meters.stages.read()
@@ -307,6 +329,12 @@ class ServedApi:
             heartbeat_time=None if beat is None else beat.last_taken,
             certificate_expiry_time=self.certificate_expires,
         )
+
+
+def _shown_members(revisions: Sequence[Incident]) -> list[str]:
+    """Return the ids of the first causes and of what joined them, the newest revisions first; bounded."""
+    joined = (one for revision in reversed(revisions) for one in revision.members)
+    return list(dict.fromkeys(itertools.chain(revisions[-1].first_causes, joined)))[:MOST_MEMBERS]
 
 
 class _OnlyState(msgspec.Struct):

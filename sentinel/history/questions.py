@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sentinel.errors import ConfigError, StoreError
 from sentinel.history.config import FOLDER
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def asking(runs: Mapping[str, Path]) -> Iterator[duckdb.DuckDBPyConnection]:
+def asking(runs: Mapping[str, Path], *, num_threads: int = 0) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection that answers questions about some runs: name -> directory.
 
     It reads the files that their manifests name, and no other; it reaches no network and writes nothing. ConfigError where
-    DuckDB is not installed, StoreError for a run without a history.
+    DuckDB is not installed, StoreError for a run without a history. num_threads: that compute an answer; 0: as many as
+    there are cores.
     """
     try:
         import duckdb
     except ImportError as error:
         raise ConfigError(f"questions in SQL need the package duckdb ({error}); pip install duckdb") from error
-    connection = duckdb.connect(":memory:", config={"autoinstall_known_extensions": "false", "TimeZone": "UTC"})
+    config: dict[str, Any] = {"autoinstall_known_extensions": "false", "TimeZone": "UTC"}
+    connection = duckdb.connect(":memory:", config=config | ({"threads": num_threads} if num_threads else {}))
     try:
         _prepare(connection, runs)
         yield connection

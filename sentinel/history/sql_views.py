@@ -40,8 +40,8 @@ def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
         f"m.pos_infs + m.neg_infs AS infs, m.pos_infs, m.neg_infs, m.zeros::DOUBLE / nullif({elements}, 0) AS zeros, "
         f"{', '.join(f'm.{one}' for one in STATISTICS)}, {', '.join(f'{sql} AS {one}' for one, sql in DERIVED.items())} "
         f"FROM ({moments}) m JOIN {series} s ON s.series = m.series WHERE s.kind <> 'scalar'",
-        "scalars": f"SELECT {name}, m.attempt, m.step, s.name, m.mean AS value, m.nans, m.pos_infs + m.neg_infs AS infs "
-        f"FROM ({moments}) m JOIN {series} s ON s.series = m.series WHERE s.kind = 'scalar'",
+        "scalars": f"SELECT {name}, m.series, m.attempt, m.step, s.name, m.mean AS value, m.nans, "
+        f"m.pos_infs + m.neg_infs AS infs FROM ({moments}) m JOIN {series} s ON s.series = m.series WHERE s.kind = 'scalar'",
     }
     vectors = f"SELECT * FROM {_table(folder, 'vectors', manifest.of('vectors'))} WHERE {stands}"
     views["vectors"] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sentinel.store.journal_file import JournalFile
@@ -110,6 +110,15 @@ class Found:
                 (*values, limit),
             ).fetchall()
         return [(position, bytes(body)) for position, body in rows]
+
+    def anomaly_bodies(self, ids: Sequence[str]) -> list[bytes]:
+        """Return the anomalies of these ids, in the order in which they were found."""
+        marks = ", ".join("?" * len(ids))
+        with self._file.mutex:
+            rows = self._file.db.execute(
+                f"SELECT body FROM anomalies WHERE id IN ({marks}) ORDER BY position", ids
+            ).fetchall()
+        return [bytes(row[0]) for row in rows]
 
     def newest_incidents(self, limit: int) -> list[bytes]:
         """Return the newest revision of each incident, the one that changed last first."""

@@ -4,6 +4,7 @@
 |---|---|
 | make an anomaly or an incident | `anomalies`: `a_nan`, `an_excursion`, `an_incident`, each with the fields that differ |
 | write a run that nobody trained, and judge it | `serving`: `small_run`, `served`, `catch_up`, `judge_run` |
+| write one whose names and values are hostile | `hostile_run`: `write_hostile_run`, `EVIL` |
 | read back what a judge wrote | `results`: `anomalies`, `revisions`, `incidents`, `decisions`, `result_bytes` |
 | read back what `sentinel export` prints | `exported`: `exported_rows`, `strict_json` |
 | get the steps of a run as a daemon closes them | `closed_steps`: `closed_steps`, `statistics`, `FollowedRun` |
@@ -21,6 +22,7 @@
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
+| look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |
 

@@ -42,16 +42,21 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
         routes=[
             get("/", endpoints.page),
             get("/incidents/{incident}", endpoints.incident),
+            get("/assets/{name}", endpoints.asset),
             get("/metrics", endpoints.metrics),
             get("/healthz", endpoints.healthz, Scope.NOTHING),
             get("/readyz", endpoints.readyz, Scope.NOTHING),
             get("/api/v1/runs", endpoints.runs),
             get("/api/v1/anomalies", endpoints.anomalies),
             get("/api/v1/incidents", endpoints.incidents),
+            get("/api/v1/incidents/{incident}", endpoints.incident_story),
             post("/api/v1/incidents", endpoints.act, Scope.SILENCE),
             get("/api/v1/silences", endpoints.silences),
             post("/api/v1/silences", endpoints.silence, Scope.SILENCE),
             get("/api/v1/series", endpoints.series),
+            get("/api/v1/history", endpoints.history),
+            get("/api/v1/history/series", endpoints.history_series),
+            get("/api/v1/history/heatmap", endpoints.heatmap),
             get("/api/v1/control", endpoints.audit),
             post("/api/v1/control", endpoints.control),
             post("/-/reload", endpoints.reload),
@@ -74,7 +79,7 @@ def _says(status: int, reason: str = "") -> ErrorHandler:
 
 
 _HANDLERS: Mapping[Any, ErrorHandler] = {
-    404: _says(404, "there is nothing here; GET / lists what there is"),
+    404: _says(404, "there is nothing here; GET / shows what there is"),
     405: _says(405, "this path does not take this method"),
     UnknownRun: _says(404),
     UnknownIncident: _says(404),

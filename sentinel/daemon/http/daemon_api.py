@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sentinel.control.acts import ActRequest
+from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.errors import SentinelError
 from sentinel.incident import Incident
@@ -34,6 +35,8 @@ class ShownIncident(msgspec.Struct, frozen=True, kw_only=True):
     """What was ordered because of it, in words."""
     links: tuple[Link, ...] = ()
     """Runbook and dashboard."""
+    anomalies: tuple[bytes, ...] = ()
+    """Lines of JSON: the first causes, and of the anomalies that joined them those of the newest revisions."""
 
 
 class Unavailable(SentinelError):
@@ -74,6 +77,22 @@ class DaemonApi(Protocol):
 
         The one method that may take seconds, when steps are asked for that only the spool has; Busy when it cannot now.
         """
+        ...
+
+    def history(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return what the history of a run holds: steps, kinds, statistics, scalars and tensors.
+
+        Like the two below it may take seconds. UnknownRun; SentinelError where there is no history, or DuckDB is not
+        installed; Busy while another one is asked.
+        """
+        ...
+
+    def history_series(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return single series in columns of steps: least, greatest, mean, last, and what was not finite."""
+        ...
+
+    def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return one statistic of many tensors over steps."""
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:

@@ -14,11 +14,12 @@ from starlette.responses import Response
 
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.commanding import ACTIONS
+from sentinel.daemon.history_api import HistoryRequest
+from sentinel.daemon.http.assets import ASSETS
 from sentinel.daemon.http.daemon_api import DaemonApi
-from sentinel.daemon.http.html_frame import PAGE_POLICY
-from sentinel.daemon.http.incident_page import render_incident
+from sentinel.daemon.http.incident_page import render_incident, story_of
 from sentinel.daemon.http.page import render_page
-from sentinel.daemon.http.responses import lines, plain
+from sentinel.daemon.http.responses import html, lines, plain, problem
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.report.silences import SilenceRequest
 
@@ -35,13 +36,30 @@ def page(request: Request) -> Response:
         api.health(),
         [msgspec.to_builtins(one) for one in api.silences()],
     )
-    return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+    return html(body)
+
+
+def asset(request: Request) -> Response:
+    """Return a file of the page; 304 where whoever asks has it."""
+    found = ASSETS.get(request.path_params["name"])
+    if found is None:
+        return problem(404, "there is no such file of the page")
+    headers = {"ETag": found.etag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.body, headers=headers, media_type=found.media_type)
 
 
 def incident(request: Request) -> Response:
     """Return the page of one incident, open or over."""
     shown = api_of(request).incident(request.query_params.get("run"), request.path_params["incident"])
-    return Response(render_incident(shown), headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+    return html(render_incident(shown))
+
+
+def incident_story(request: Request) -> Response:
+    """Return all that is known of an incident, open or over: what a message says of it, its revisions, its anomalies."""
+    shown = api_of(request).incident(request.query_params.get("run"), request.path_params["incident"])
+    return plain(story_of(shown))
 
 
 def metrics(request: Request) -> Response:
@@ -124,6 +142,21 @@ def silence(request: Request) -> Response:
 def series(request: Request) -> Response:
     """Return values of tensors or scalars over steps."""
     return plain(api_of(request).series(SeriesRequest.parse(request.query_params.multi_items())))
+
+
+def history(request: Request) -> Response:
+    """Return what the history of a run holds."""
+    return plain(api_of(request).history(HistoryRequest.parse(request.query_params.multi_items())))
+
+
+def history_series(request: Request) -> Response:
+    """Return single series over steps, in columns."""
+    return plain(api_of(request).history_series(HistoryRequest.parse(request.query_params.multi_items())))
+
+
+def heatmap(request: Request) -> Response:
+    """Return one statistic of many tensors over steps."""
+    return plain(api_of(request).heatmap(HistoryRequest.parse(request.query_params.multi_items())))
 
 
 def audit(request: Request) -> Response:

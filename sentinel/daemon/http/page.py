@@ -1,4 +1,4 @@
-"""The page at `/`: plain HTML made on the server, no script, no file from anywhere else."""
+"""The page at `/` in plain HTML, made on the server: what is shown until the script runs, and where none does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes of an answer: JSON values, lines of JSON that are at hand, and a refusal or a failure in words."""
+"""The shapes of an answer: JSON values, lines of JSON that are at hand, a page, and a refusal or a failure in words."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from typing import Any
 import msgspec
 from starlette.responses import JSONResponse, Response
 
+from sentinel.daemon.http.html_frame import PAGE_POLICY
+
 
 def plain(value: Any, status: int = 200) -> Response:
     """Return a value as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def html(body: str) -> Response:
+    """Return a page, with the policy of pages."""
+    return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
 
 def lines(name: str, items: list[bytes]) -> Response:

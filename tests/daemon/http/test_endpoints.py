@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.credentials import Credentials
@@ -69,7 +70,8 @@ class FakeApi:
         opened = an_incident(run=evil, title=evil, root_name=evil, suspected=evil, evidence=(f"suspected x: {evil}",))
         over = msgspec.structs.replace(opened, revision=2, state="resolved")
         links = (Link("runbook", 'https://w/"onload=x'),)
-        return ShownIncident(revisions=(opened, over), orders=(evil,), links=links)
+        anomaly = b'{"id":"a1","tag_name":"<img src=x onerror=alert(1)>"}'
+        return ShownIncident(revisions=(opened, over), orders=(evil,), links=links, anomalies=(anomaly,))
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         self._known(request.run)
@@ -77,6 +79,19 @@ class FakeApi:
         if request.query.names == ("busy",):
             raise Busy("the spool is being read")
         return {"series": [{"run": "a", "name": "loss", "points": [[0, 1, float("nan")]]}], "truncated": False}
+
+    def history(self, request: HistoryRequest) -> dict[str, Any]:
+        return self._history("held", request)
+
+    def history_series(self, request: HistoryRequest) -> dict[str, Any]:
+        return self._history("series", request)
+
+    def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
+        return self._history("heatmap", request)
+
+    def _history(self, what: str, request: HistoryRequest) -> dict[str, Any]:
+        self._known(request.run)
+        return {"what": what, "wanted": msgspec.to_builtins(request.wanted), "of": request.of}
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         return []
@@ -122,7 +137,8 @@ def client_of(api: FakeApi, listen: str = "127.0.0.1:9464", **options: Any) -> T
 
 
 READS = [
-    "/", "/incidents/i1", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
+    "/", "/incidents/i1", "/assets/app.js", "/api/v1/incidents/i1", "/api/v1/history?run=a", "/api/v1/history/series?run=a",
+    "/api/v1/history/heatmap?run=a", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
     "/api/v1/control", "/api/v1/silences",
 ]  # fmt: skip
 
@@ -236,7 +252,7 @@ def test_runs_are_names_not_paths(api: FakeApi, run: str) -> None:
     assert client.post("/api/v1/control", json=order, headers=CONTROL).status_code == 404
 
 
-def test_the_page_escapes_everything_and_runs_nothing(api: FakeApi) -> None:
+def test_the_page_escapes_everything_and_runs_its_own_script_alone(api: FakeApi) -> None:
     answer = client_of(api).get("/")
 
     assert "<script>alert" not in answer.text
@@ -244,10 +260,11 @@ def test_the_page_escapes_everything_and_runs_nothing(api: FakeApi) -> None:
     assert "<b>rules" not in answer.text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in answer.text
     policy = answer.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
+    assert "default-src 'none'" in policy and "script-src 'self'; style-src 'self'" in policy
     assert "unsafe" not in policy
-    assert ' src="' not in answer.text
-    assert re.findall(r' href="([^"]*)"', answer.text) == ["incidents/i1?run="]
+    assert re.findall(r' src="([^"]*)"', answer.text) == ["assets/app.js"]
+    assert re.findall(r' href="([^"]*)"', answer.text) == ["assets/icon.svg", "assets/app.css", "incidents/i1?run="]
+    assert not re.findall(r"<style|style=|<script[^>]*>[^<]", answer.text)
 
 
 def test_every_answer_carries_the_guarding_headers(api: FakeApi) -> None:
@@ -455,3 +472,64 @@ def test_the_page_shows_silences_and_escapes_them(api: FakeApi) -> None:
 
     assert "<h2>Silences</h2>" in page and "1970-01-01 01:00 UTC" in page
     assert "<img src=x" not in page
+
+
+def test_an_incident_is_told_as_json_with_its_anomalies(api: FakeApi) -> None:
+    told = client_of(api).get("/api/v1/incidents/i1?run=a").json()
+
+    assert "WARNING resolved" in told["headline"]
+    assert told["incident"]["revision"] == 2 and [one["revision"] for one in told["revisions"]] == [2, 1]
+    assert ["began with", "<img src=x onerror=alert(1)>\\u001b[2J"] in told["fields"]
+    assert told["anomalies"] == [{"id": "a1", "tag_name": "<img src=x onerror=alert(1)>"}]
+    assert client_of(api).get("/api/v1/incidents/i2").status_code == 404
+
+
+def test_files_of_the_page_are_answered_once_and_nothing_beside_them(api: FakeApi) -> None:
+    client = client_of(api)
+
+    for name, kind in (("app.js", "text/javascript"), ("app.css", "text/css"), ("icon.svg", "image/svg+xml")):
+        answer = client.get(f"/assets/{name}")
+        assert answer.status_code == 200 and answer.content and answer.headers["content-type"].startswith(kind)
+        assert client.get(f"/assets/{name}", headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
+    for name in ("", "app.jsx", "..%2f__init__.py", "../__init__.py", "APP.JS"):
+        assert client.get(f"/assets/{name}").status_code == 404
+
+
+def test_an_incidents_page_leads_to_the_files_beside_the_daemons_address(api: FakeApi) -> None:
+    assert 'src="../assets/app.js"' in client_of(api).get("/incidents/i1?run=a").text
+
+
+@pytest.mark.parametrize(("path", "what"), [("", "held"), ("/series", "series"), ("/heatmap", "heatmap")])
+def test_the_history_is_asked_as_the_address_says(api: FakeApi, path: str, what: str) -> None:
+    asked = "run=a&kind=wgrad&statistic=kurtosis&name=a*&name=b&series=7&from=10&to=20&columns=99999&of=min"
+    told = client_of(api).get(f"/api/v1/history{path}?{asked}").json()
+
+    wanted = {
+        "kind": "wgrad",
+        "statistic": "kurtosis",
+        "names": ["a*", "b"],
+        "series": [7],
+        "first_step": 10,
+        "last_step": 20,
+    }
+    assert (told["what"], told["of"]) == (what, "min")
+    assert told["wanted"].items() >= wanted.items() and told["wanted"]["columns"] == 4000
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("", "run: expected the name of a run"),
+        ("run=a&nme=x", 'did you mean "name"'),
+        ("run=a&from=-1", "from must be a whole number"),
+        ("run=a&from=20&to=10", "to: expected a step from 20 on, got 10"),
+        ("run=a&series=x", "series must be a whole number"),
+        ("run=a&of=most", "of: expected one of extreme"),
+        ("run=a&kind=x&kind=y", "kind: expected it once, got it 2 times"),
+    ],
+)
+def test_what_no_history_can_answer_is_refused_in_words(api: FakeApi, asked: str, words: str) -> None:
+    answer = client_of(api).get(f"/api/v1/history/heatmap?{asked}")
+
+    assert answer.status_code == 400 and words in answer.json()["error"]
+    assert client_of(api).get("/api/v1/history?run=b").status_code == 404

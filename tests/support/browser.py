@@ -1,0 +1,59 @@
+"""A real browser, and what it complains of while a page is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """Yield the Chromium of the system; the test skips itself where there is none, or no playwright."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Looked:
+    """A page that is looked at, and what the browser complained of: errors, what its policy refused, what was not found."""
+
+    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
+        """url: of the daemon. options: of the browser's context: `viewport`, `java_script_enabled`, ..."""
+        self._context = browser.new_context(base_url=url, **{"viewport": {"width": 1200, "height": 900}, **options})
+        self._context.set_default_timeout(10_000)
+        self.page: Page = self._context.new_page()
+        self.complaints: list[str] = []
+        self.page.add_init_script(
+            "addEventListener('securitypolicyviolation', (one) => console.error('policy: ' + one.violatedDirective))"
+        )
+        self.page.on("console", lambda one: one.type in ("error", "warning") and self.complaints.append(one.text))
+        self.page.on("pageerror", lambda one: self.complaints.append(f"page error: {one}"))
+        self.page.on("dialog", lambda one: (self.complaints.append(f"dialog: {one.message}"), one.dismiss()))
+
+    def __enter__(self) -> Looked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def go(self, path: str, seen: str) -> Page:
+        """Open a path of the daemon, and return the page once it shows a text."""
+        # Where only what stands behind the # differs a browser would not load anything.
+        self.page.goto("about:blank")
+        self.page.goto(path)
+        self.page.get_by_text(seen).first.wait_for()
+        return self.page

@@ -1,0 +1,263 @@
+"""The page in a real Chromium, over runs that a daemon serves: what it shows is so, and the browser complains of nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import pytest
+
+from sentinel.daemon.config import DaemonConfig
+from sentinel.history.config import HistoryConfig
+from sentinel.testing import BlowUp, LossJump, Nan
+
+from ..daemon.test_daemon import daemon, url
+from ..support.browser import Looked, chromium
+from ..support.hostile_run import write_hostile_run
+from ..support.serving import small_run
+from ..support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+GOOD = "llama-7b"
+STEPS = 160
+SPIKE, BLOWN, BAD = 60, 90, 130
+"""Steps at which the loss jumps, an activation is 300 times as large, and a NaN is born."""
+COLOURS = """(one) => {
+  const data = one.getContext("2d").getImageData(0, 0, one.width, one.height).data;
+  const found = {};
+  for (let at = 0; at < data.length; at += 4) {
+    const colour = data.slice(at, at + 3).join(",");
+    found[colour] = (found[colour] ?? 0) + 1;
+  }
+  return found;
+}"""
+"""How many pixels of a canvas are of each colour."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: one with three incidents that are over; a hostile one whose last incident is open; one without steps."""
+    directory = tmp_path_factory.mktemp("runs")
+    good = small_run(directory / GOOD)
+    good.plant(
+        LossJump(step=SPIKE),
+        BlowUp(step=BLOWN, module="layers.1.mlp", factor=300.0, in_gradients=0.5),
+        Nan(step=BAD, module="layers.2.attn"),
+    )
+    good.write(STEPS)
+    write_hostile_run(directory / "hostile", is_skipped=False, **{"x" * 4_000: 1.0})
+    small_run(directory / "no-steps")
+    for one in directory.iterdir():
+        one.chmod(0o700)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    """The daemon's, once all is judged and in the histories."""
+    with daemon(runs, DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))) as one:
+        found = url(runs)
+
+        def last_steps() -> list[int]:
+            asked = (f"{found}/api/v1/history?run={name}" for name in (GOOD, "hostile"))
+            return [json.load(urllib.request.urlopen(path, timeout=20))["last_step"] for path in asked]
+
+        wait_for(lambda: one.api.is_ready() and last_steps() == [STEPS - 1, 11], "the histories", interval_s=0.2)
+        yield found
+
+
+@pytest.fixture
+def looked(browser: Browser, address: str) -> Iterator[Looked]:
+    """A page of which the browser must have complained of nothing in the end."""
+    with Looked(browser, address) as one:
+        yield one
+        assert one.complaints == []
+
+
+def incident_ids(address: str) -> dict[str, str]:
+    """Return title -> id of the incidents of the good run."""
+    with urllib.request.urlopen(f"{address}/api/v1/incidents?run={GOOD}", timeout=10) as answer:
+        return {one["title"]: one["id"] for one in json.load(answer)["incidents"]}
+
+
+def test_the_overview_shows_runs_with_their_loss_and_open_incidents_first(looked: Looked) -> None:
+    page = looked.go("/", "Open incidents")
+    page.locator("canvas.spark").nth(1).wait_for()
+
+    rows = page.locator("table.runs tbody tr").all_inner_texts()
+    assert [row.split()[0] for row in rows] == ["hostile", GOOD, "no-steps"]
+    assert "critical" in rows[0] and "4 of 4" in rows[1] and f"{STEPS - 1}" in rows[1]
+    first = page.locator("ul.incidents").first.locator("li").first.inner_text()
+    assert "critical" in first and "hostile" in first
+    page.get_by_text("Incidents that are over").click()
+    assert page.get_by_text(f"loss-spike: loss .* step {SPIKE}".replace(".*", "")).count() == 0
+    assert page.get_by_role("link", name=re.compile(f"NaN born in layers.2.attn .* step {BAD}")).is_visible()
+
+
+def test_a_run_shows_what_it_logs_with_incidents_on_it_and_zooms(looked: Looked) -> None:
+    page = looked.go(f"/#/runs/{GOOD}", "greatest at step 60")
+    plots = page.locator("figure.plot")
+    loss = plots.first
+    marks = loss.locator("a.mark")
+    wait_for(lambda: marks.count() == 3 and plots.count() == 4, "marks of the incidents, and the time of steps")
+
+    assert [one.split()[0] for one in plots.locator("figcaption").all_inner_texts()] == ["loss", "grad_norm", "lr", "step"]
+    assert "not finite in 1 step" in loss.inner_text()
+    assert f"step {BAD}" in str(marks.last.get_attribute("title")) + str(marks.first.get_attribute("title"))
+
+    box = loss.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.45, box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.mouse.move(5, 5)
+    page.wait_for_url(re.compile(r"from=4\d&to=7\d"))
+    page.get_by_text(f"of 0 to {STEPS - 1}").wait_for()
+    wait_for(lambda: marks.count() == 1 and "greatest at step 60" in loss.inner_text(), "the jump alone")
+
+    loss.locator(".canvas").press("0")
+    page.wait_for_url(lambda address: "from=" not in address)
+    page.get_by_label("log scale").check()
+    page.wait_for_url(re.compile("log=1"))
+
+
+def test_layers_by_steps_show_a_nan_and_a_spike_of_one_step_and_lead_to_the_tensor(looked: Looked) -> None:
+    page = looked.go(f"/#/runs/{GOOD}/layers?kind=activation", "What stands out")
+    first = page.locator("tbody tr").first.inner_text()
+    canvas = page.locator(".heat canvas")
+    colours = canvas.evaluate(COLOURS)
+
+    assert first.startswith("layers.2.attn") and f"{BAD}" in first, "where the NaN was born stands first"
+    assert colours["230,0,126"] > 100, "the colour of NaN"
+    assert max(colours.get(one, 0) for one in ("255,255,255", "255,254,246", "254,249,220")) > 0, "a spike goes to white"
+    canvas.focus()
+    for key in ("ArrowDown", "ArrowLeft"):
+        canvas.press(key)
+    assert re.search(r"layers.* step 158: std [\d.]+", page.locator(".readout").inner_text())
+
+    page.get_by_role("button", name="layers.1.mlp", exact=True).click()
+    page.get_by_text("std of layers.1.mlp (activation)").wait_for()
+    page.get_by_text(f"greatest at step {BLOWN}").first.wait_for()
+    page.get_by_label("statistic").select_option("norm")
+    page.get_by_text("norm of layers.1.mlp (activation)").wait_for()
+
+    looked.go(page.url, "norm of layers.1.mlp (activation)")
+
+
+def test_the_link_of_a_message_opens_its_incident_which_can_be_acknowledged(
+    looked: Looked, runs: Path, address: str
+) -> None:
+    name = next(one for title, one in incident_ids(address).items() if "NaN born" in title)
+    page = looked.go(f"/incidents/{name}?run={GOOD}", "CRITICAL resolved")
+
+    story = page.locator("dl.story").inner_text()
+    assert "began with" in story and "layers.2.attn" in story and "what to do" in story
+    page.get_by_text("std of layers.2.attn (activation)").wait_for()
+    page.get_by_text("anomalies that followed").click()
+    assert page.get_by_text("1 first cause").is_visible()
+    page.get_by_text("values around it").click()
+    page.wait_for_url(re.compile(f"runs/{GOOD}"))
+
+
+def test_an_act_needs_a_token_and_is_shown_when_the_judge_has_taken_it(browser: Browser, runs: Path, address: str) -> None:
+    with urllib.request.urlopen(f"{address}/api/v1/incidents?run=hostile&state=open", timeout=10) as answer:
+        opened = json.load(answer)["incidents"][0]["id"]
+    token = json.loads((runs / ".daemon" / "tokens.json").read_text())["silence"]
+    with Looked(browser, address) as looked:
+        page = looked.go(f"/incidents/{opened}?run=hostile", "Do something about it")
+        page.get_by_label("your name").fill("ana")
+        page.get_by_label("why", exact=True).fill("the node is drained")
+        page.get_by_label("token").fill("wrong" * 5)
+        page.get_by_role("button", name="Acknowledge").click()
+        page.get_by_text("Not done: a token with the silence scope").wait_for()
+        page.get_by_label("token").fill(token)
+        page.get_by_role("button", name="Acknowledge").click()
+        page.get_by_text("Acknowledged; the run's judge takes it").wait_for()
+        page.get_by_text("acknowledged by ana: the node is drained", exact=True).wait_for()
+        page.get_by_role("button", name="Silence for").click()
+        page.get_by_text("Silenced for 2 h.").wait_for()
+        page.get_by_role("link", name="Sentinel").click()
+        page.get_by_text(f"incident={opened}").wait_for()
+
+    assert len(looked.complaints) == 1 and "401" in looked.complaints[0]
+
+
+def test_a_hostile_run_is_shown_with_everything_escaped_and_nothing_of_it_runs(looked: Looked, address: str) -> None:
+    page = looked.go("/", "forged line")
+    shown = page.locator("body").inner_text()
+    assert "\\u001b" in shown and "<script>alert(1)</script>" in shown and "\x1b" not in shown and "\u202e" not in shown
+
+    page = looked.go("/#/runs/hostile", "greatest at step")
+    page.get_by_text("more value").wait_for()
+    assert page.get_by_text("not finite in").first.is_visible()
+    page = looked.go("/#/runs/hostile/layers?kind=wgrad", "What stands out")
+    assert page.get_by_text("<script>alert(1)</script>").first.is_visible()
+    page.get_by_role("button", name=re.compile("forged line")).first.click()
+    page.locator("figure.plot").wait_for()
+    page = looked.go(f"/#/search?q={quote('<script>')}", "Tensors")
+    page.locator("ul.tensors").get_by_role("link", name=re.compile("forged line")).first.click()
+    page.get_by_text("What stands out").wait_for()
+    assert page.evaluate(
+        "[document.scripts.length, document.querySelectorAll('[onerror], iframe, main script').length]"
+    ) == [1, 0]
+
+
+def test_a_run_without_steps_says_so(looked: Looked) -> None:
+    looked.go("/#/runs/no-steps", "No step of this run has been judged")
+    looked.go("/#/runs/no-steps/layers", "holds no tensor yet")
+
+
+def test_a_run_without_a_history_shows_what_is_in_memory_and_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
+    small_run(tmp_path / "plain").write(30)
+    with daemon(tmp_path) as one, Looked(browser, url(tmp_path)) as looked:
+        wait_for(one.api.is_ready)
+        page = looked.go("/#/runs/plain", "history: {enabled: true}")
+        page.locator("figure.plot").first.get_by_text("last 4").wait_for()
+        looked.go("/#/runs/plain/layers", "history: {enabled: true}")
+
+    assert {"400" in one for one in looked.complaints} == {True}
+
+
+def test_one_box_finds_runs_incidents_and_tensors(looked: Looked) -> None:
+    page = looked.go("/", "Open incidents")
+    page.get_by_role("searchbox").fill("layers.2.attn")
+    page.get_by_role("searchbox").press("Enter")
+
+    page.get_by_role("link", name="layers.2.attn.weight").first.wait_for()
+    assert page.get_by_role("link", name=re.compile("NaN born in layers.2.attn")).is_visible()
+    looked.go("/#/search?q=nobodys", "Nothing: no run, no incident")
+
+
+@pytest.mark.parametrize("path", ["", f"#/runs/{GOOD}", f"#/runs/{GOOD}/layers"])
+def test_a_phone_shows_all_of_it_within_its_width(browser: Browser, address: str, path: str) -> None:
+    with Looked(browser, address, viewport={"width": 390, "height": 800}, color_scheme="dark") as looked:
+        page = looked.go(f"/{path}", "layers")
+        page.locator("canvas").first.wait_for()
+
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert looked.complaints == []
+
+
+def test_without_a_script_the_page_says_what_matters(browser: Browser, address: str) -> None:
+    name = next(iter(incident_ids(address).values()))
+    with Looked(browser, address, java_script_enabled=False) as looked:
+        looked.go("/", "Open incidents")
+        page = looked.go(f"/incidents/{name}?run={GOOD}", "How it went on")
+
+        assert page.get_by_text("began with").is_visible()

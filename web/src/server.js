@@ -1,0 +1,81 @@
+// The daemon: where it is, what it answers, and polling that never has two requests for one thing under way.
+import { useEffect, useRef, useState } from "preact/hooks";
+
+// The page may lie behind a proxy, under any path: everything is asked for beside the script.
+export const root = new URL("..", import.meta.url);
+
+export class Refused extends Error {
+  constructor(status, reason) {
+    super(reason);
+    this.status = status;
+  }
+}
+
+export function address(path, parameters = {}) {
+  const url = new URL(path, root);
+  for (const [name, value] of Object.entries(parameters)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== undefined && one !== null && one !== "") url.searchParams.append(name, one);
+    }
+  }
+  return url.href;
+}
+
+async function answered(request) {
+  let response;
+  try {
+    response = await request;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, "the daemon does not answer");
+  }
+  const body = await response.json().catch(() => null);
+  if (!response.ok) throw new Refused(response.status, body?.error ?? `the daemon answered ${response.status}`);
+  return body;
+}
+
+export function get(url, signal) {
+  return answered(fetch(url, { signal }));
+}
+
+export function post(path, token, body) {
+  const headers = { "Content-Type": "application/json", Authorization: `Bearer ${token}` };
+  return answered(fetch(new URL(path, root), { method: "POST", headers, body: JSON.stringify(body) }));
+}
+
+// Asks for a URL (null: for nothing), and again `everyMs` behind each answer while anybody looks. Returns what came last:
+// {data, error, isStale}; the data of another URL is never shown for this one unless `keeps` says so.
+export function useAnswer(url, everyMs = 0, keeps = false) {
+  const [state, setState] = useState({ url: null, data: null, error: null });
+  const retry = useRef(0);
+  useEffect(() => {
+    if (!url) return undefined;
+    const abort = new AbortController();
+    let timer = 0;
+    async function ask() {
+      if (document.hidden && everyMs) {
+        timer = setTimeout(ask, everyMs);
+        return;
+      }
+      try {
+        const data = await get(url, abort.signal);
+        retry.current = 0;
+        setState({ url, data, error: null });
+      } catch (error) {
+        if (error.name === "AbortError") return;
+        retry.current += 1;
+        setState((before) => ({ url, data: before.url === url ? before.data : null, error }));
+        // The daemon answers one question to the history at a time: it is asked again a moment later.
+        if (error.status === 503 && !everyMs && retry.current < 8) timer = setTimeout(ask, 300 * retry.current);
+      }
+      if (everyMs && !abort.signal.aborted) timer = setTimeout(ask, everyMs * Math.min(1 + retry.current, 8));
+    }
+    ask();
+    return () => {
+      abort.abort();
+      clearTimeout(timer);
+    };
+  }, [url, everyMs]);
+  const isOf = state.url === url;
+  return { data: isOf || keeps ? state.data : null, error: isOf ? state.error : null, isWaiting: Boolean(url) && !isOf };
+}
