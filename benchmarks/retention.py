@@ -74,7 +74,8 @@ class LongRun:
         self.snapshots = Snapshots(self.paths.name, self.journal, snapshot_interval_s)
         self.commits = StepCommits(
             self.journal, self.files, IncidentAlerts(self.journal, self.config.notify.routes()), self.snapshots,
-            Acknowledgement(run_dir / "spool"), lambda _: False, RunHistory(run_dir, self.paths.journal, self.config.history),
+            Acknowledgement(run_dir / "spool"), lambda _: False,
+            RunHistory(run_dir, self.paths.journal, self.config.history),
         )  # fmt: skip
         self.stages = RunStages(self.paths, self.config.judging, kept, lambda _: None, pack_hash=kept.newest_hash)
         self.retention = RunRetention(self.paths.name, self.journal, self.files, kept, retention)
