@@ -223,7 +223,9 @@ class Replayed(Training):
 
         def replay() -> None:
             for parameter, gradient in zip(own, torch.autograd.grad(self.loss(), own), strict=True):
-                parameter.grad = gradient
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(gradient)
+                parameter.grad.data.copy_(gradient)  # As a graph writes: no version changes.
 
         return replay
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sentinel
 from sentinel.collect.attempt import agree
@@ -251,3 +252,22 @@ def test_ranks_of_one_process_group_say_that_they_began_together(tmp_path: Path,
         dist.destroy_process_group()
 
     assert starts == [incarnations[0], incarnations[0]]
+
+
+def test_a_model_that_goes_out_of_scope_while_an_optimizer_steps_leaves_the_step_alone(tmp_path: Path) -> None:
+    other = net()
+    optimizer = torch.optim.AdamW(other.parameters())
+
+    def collects(*_: Any) -> None:
+        # As the collector does by itself, at any call: here between two hooks that torch goes through.
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collects)
+    try:
+        for _ in range(3):
+            rule_test(tmp_path, "out of scope")
+            train_on_ones(other, optimizer)
+    finally:
+        handle.remove()
+
+    assert all(torch.isfinite(one).all() for one in other.parameters())

@@ -7,6 +7,7 @@ tests/layouts, tests/trainers, tests/end_to_end/test_origin.py, test_pipelining.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,24 @@ def test_trap_bites_without_its_guard(
     guard(monkeypatch)
 
     assert scenario(run) != expected
+
+
+def test_gradients_that_a_replayed_graph_writes_are_read_in_every_step(run: Path) -> None:
+    model = TinyModel()
+    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    optimizer = sgd(model)
+    monitor = watched(model, optimizer)
+    expected = []
+    for step in range(4):
+        # A CUDA graph calls nobody, and writes into the same gradients without a change of their versions.
+        gradients = torch.autograd.grad(loss_of(twin, step), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.data.copy_(gradient)
+        expected.append(float(model.head.weight.grad.norm()))
+        optimizer.step()
+    monitor.detach()
+
+    said = Said(run)
+    assert [norm(row) for step in range(4) for row in said.of(step, "wgrad", "head.weight")] == pytest.approx(expected)

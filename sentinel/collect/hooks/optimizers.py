@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sentinel.collect.compiled.graphs import compiler_is_back, compiler_steps_aside, leave_alone
-from sentinel.collect.hooks.weak import weakly
+from sentinel.collect.hooks.weak import WeakList
 
 Params = list[torch.Tensor]
 
@@ -124,7 +124,6 @@ class OptimizerHooks:
         self._owned: set[int] = set()
         self._met: weakref.WeakSet[Any] = weakref.WeakSet()
         """Torch optimizers of which it is known whether they are ours."""
-        self._is_waiting = False
         self.adopts = False
         self.second: SecondPhase | None = None
         """The second phase that runs."""
@@ -169,9 +168,7 @@ class OptimizerHooks:
         watched = WatchedOptimizer(optimizer, name or self._name(optimizer))
         self.watched.append(watched)
         self._hang(optimizer, watched)
-        if not self._is_waiting:
-            self._is_waiting = True
-            self._undo.append(register_optimizer_step_pre_hook(weakly(self._meet)).remove)
+        self._meet_all()
         if isinstance(optimizer, torch.optim.Optimizer):
             for inner in inner_optimizers(optimizer):
                 self._join(watched, inner)
@@ -184,9 +181,7 @@ class OptimizerHooks:
         """
         self.adopts = True
         self._owned = {id(p) for p in model_params}
-        if not self._is_waiting:
-            self._is_waiting = True
-            self._undo.append(register_optimizer_step_pre_hook(weakly(self._meet)).remove)
+        self._meet_all()
 
     def follow(self, optimizer: Any, on_stepping: Callable[[Any], None], on_stepped: Callable[[Any], None]) -> None:
         """Call back around the steps of a torch optimizer inside another one.
@@ -208,6 +203,13 @@ class OptimizerHooks:
 
         self._undo.append(optimizer.register_step_pre_hook(reported(on_stepping)).remove)
         self._undo.append(optimizer.register_step_post_hook(reported(on_stepped)).remove)
+
+    def _meet_all(self) -> None:
+        """Have `_meet` called when any torch optimizer of this process steps."""
+        if self not in _MEETING:
+            _hang_on_every_step()
+            _MEETING.append(self)
+            self._undo.append(functools.partial(_MEETING.remove, self))
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Called when a torch optimizer of this process steps: watch it if it steps parameters of the model."""
@@ -395,6 +397,27 @@ class OptimizerHooks:
     for called in (_meet, _before_step, _evaluated, _after_step):
         leave_alone(called)
     del called
+
+
+_MEETING: WeakList[OptimizerHooks] = WeakList(lambda: None)
+
+
+def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for hooks in _MEETING:
+        hooks._meet(optimizer, args, kwargs)
+
+
+leave_alone(_step_begins)
+
+
+@functools.cache
+def _hang_on_every_step() -> None:
+    """Have torch call `_step_begins` from now on, as long as the process lives.
+
+    It is never taken off: a monitor that goes out of scope ends where the collector of garbage happens to run, which may be
+    while torch goes through these hooks, and then the trainer's step would raise.
+    """
+    register_optimizer_step_pre_hook(_step_begins)
 
 
 class SecondPhase:

@@ -92,6 +92,8 @@ class WatchedParameters:
         """Where this trainer keeps parameters and gradients; an adapter may put its own here before the first step."""
         self._has_grads = False
         """A backward of this step left a gradient where torch keeps them, in `.grad`."""
+        self._has_seen_backward = False
+        """A backward of this step was seen. Where one was not, whatever ran (a CUDA graph) changes no version."""
         self._described: DescribedParameters | None = None
         """What `measurable` returned last, while nothing can have changed but the tensors themselves."""
 
@@ -176,8 +178,8 @@ class WatchedParameters:
         is_before_zeroing: they are read because they are about to be zeroed; a later reading of the step replaces these
         rows.
 
-
-        A gradient that is the very tensor read in an earlier step, unchanged, belongs to that step: it is left out.
+        A gradient that is the very tensor read in an earlier step, unchanged, belongs to that step: it is left out. But what
+        replays a backward unseen writes into the same tensors and leaves their versions: then all are read.
         """
         found: list[tuple[Parameter, torch.Tensor, bool, int | None]] = []
         if len(self.read) == len(self.all) and not self.reopened and not self.before_zeroing:
@@ -200,7 +202,8 @@ class WatchedParameters:
                     continue
                 grad = held.tensor if own is None else own
             version = grad._version
-            if row is None and one.last_read is not None and one.last_read() is grad and one.last_version == version:
+            is_unchanged = one.last_read is not None and one.last_read() is grad and one.last_version == version
+            if is_unchanged and row is None and self._has_seen_backward:
                 continue
             local = grad if held is None else self._local(one, one.wgrad, held)
             if local is None:
@@ -234,6 +237,7 @@ class WatchedParameters:
 
         A split one (zero bubble) leaves those of weights for later.
         """
+        self._has_seen_backward = True
         self._has_grads = self._has_grads or any(one.param.grad is not None for one in self.all)
 
     def note_versions(self) -> None:
@@ -248,7 +252,7 @@ class WatchedParameters:
         self.read.clear()
         self.before_zeroing.clear()
         self.reopened.clear()
-        self._has_grads = False
+        self._has_grads = self._has_seen_backward = False
         for one in self.all:
             one.version_after_backward = -1
 
