@@ -263,7 +263,8 @@ def test_each_receiver_is_told_what_it_has_to_know_once_and_nothing_else(tmp_pat
         alpha.end()
         all_heard("alpha", "ended")
         wait_for(lambda: told["am"].of("Watchdog"))
-        scraped = get_json(f"{watcher}/api/v1/query?query=sum(sentinel_open_incidents)")["data"]["result"]
+        scraped = f"{watcher}/api/v1/query?query=sum(sentinel_open_incidents)"
+        wait_for(lambda: get_json(scraped)["data"]["result"], "what Prometheus scraped", timeout_s=60.0)
         time.sleep(5)  # Nothing more is said.
 
     nan = f"NaN born in layers.1 (forward) on rank 0, micro_step 0, step {step}"
@@ -280,7 +281,6 @@ def test_each_receiver_is_told_what_it_has_to_know_once_and_nothing_else(tmp_pat
                 or run == "Watchdog"
             ), (name, run, change, text)
             assert "(repeated)" not in text
-    assert scraped, "Prometheus has it too"
     assert told["hook"].of("alpha") == ["opened", "acknowledged", "ended"]
     assert [change for change in told["hook"].of("gamma") if change != "refined"] == ["opened", "resolved"]
     assert sorted(told["hook"].of("beta")) == ["ended", "ended", "opened", "opened"]

@@ -21,7 +21,7 @@ def chromium() -> Iterator[Browser]:
         pytest.skip("chromium is not installed: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = player.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)
         try:
             yield browser
         finally:
@@ -34,7 +34,8 @@ class Looked:
     def __init__(self, browser: Browser, url: str, **options: Any) -> None:
         """url: of the daemon. options: of the browser's context: `viewport`, `java_script_enabled`, ..."""
         self._context = browser.new_context(base_url=url, **{"viewport": {"width": 1200, "height": 900}, **options})
-        self._context.set_default_timeout(10_000)
+        self._context.set_default_timeout(60_000)
+        self._has_script = options.get("java_script_enabled", True)
         self.page: Page = self._context.new_page()
         self.complaints: list[str] = []
         self.page.add_init_script(
@@ -55,5 +56,8 @@ class Looked:
         # Where only what stands behind the # differs a browser would not load anything.
         self.page.goto("about:blank")
         self.page.goto(path)
+        if self._has_script:
+            # The server's own page says much of the same until the script takes it away.
+            self.page.locator("main#content").wait_for()
         self.page.get_by_text(seen).first.wait_for()
         return self.page

@@ -1,5 +1,5 @@
 // The daemon: where it is, what it answers, and polling that never has two requests for one thing under way.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 
 // The page may lie behind a proxy, under any path: everything is asked for beside the script.
 export const root = new URL("..", import.meta.url);
@@ -44,14 +44,14 @@ export function post(path, token, body) {
 }
 
 // Asks for a URL (null: for nothing), and again `everyMs` behind each answer while anybody looks. Returns what came last:
-// {data, error, isStale}; the data of another URL is never shown for this one unless `keeps` says so.
+// {data, error, isWaiting}; the data of another URL is never shown for this one unless `keeps` says so.
 export function useAnswer(url, everyMs = 0, keeps = false) {
   const [state, setState] = useState({ url: null, data: null, error: null });
-  const retry = useRef(0);
   useEffect(() => {
     if (!url) return undefined;
     const abort = new AbortController();
     let timer = 0;
+    let failed = 0; // Times in a row.
     async function ask() {
       if (document.hidden && everyMs) {
         timer = setTimeout(ask, everyMs);
@@ -59,16 +59,20 @@ export function useAnswer(url, everyMs = 0, keeps = false) {
       }
       try {
         const data = await get(url, abort.signal);
-        retry.current = 0;
+        if (abort.signal.aborted) return;
+        failed = 0;
         setState({ url, data, error: null });
       } catch (error) {
-        if (error.name === "AbortError") return;
-        retry.current += 1;
+        if (abort.signal.aborted) return;
+        failed += 1;
         setState((before) => ({ url, data: before.url === url ? before.data : null, error }));
         // The daemon answers one question to the history at a time: it is asked again a moment later.
-        if (error.status === 503 && !everyMs && retry.current < 8) timer = setTimeout(ask, 300 * retry.current);
+        if (error.status === 503 && failed < 8) {
+          timer = setTimeout(ask, 300 * failed);
+          return;
+        }
       }
-      if (everyMs && !abort.signal.aborted) timer = setTimeout(ask, everyMs * Math.min(1 + retry.current, 8));
+      if (everyMs) timer = setTimeout(ask, everyMs * Math.min(1 + failed, 8));
     }
     ask();
     return () => {

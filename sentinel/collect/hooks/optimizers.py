@@ -168,7 +168,7 @@ class OptimizerHooks:
         watched = WatchedOptimizer(optimizer, name or self._name(optimizer))
         self.watched.append(watched)
         self._hang(optimizer, watched)
-        self._meet_all()
+        self._undo.append(_called_at_every_step(self))
         if isinstance(optimizer, torch.optim.Optimizer):
             for inner in inner_optimizers(optimizer):
                 self._join(watched, inner)
@@ -181,7 +181,7 @@ class OptimizerHooks:
         """
         self.adopts = True
         self._owned = {id(p) for p in model_params}
-        self._meet_all()
+        self._undo.append(_called_at_every_step(self))
 
     def follow(self, optimizer: Any, on_stepping: Callable[[Any], None], on_stepped: Callable[[Any], None]) -> None:
         """Call back around the steps of a torch optimizer inside another one.
@@ -203,13 +203,6 @@ class OptimizerHooks:
 
         self._undo.append(optimizer.register_step_pre_hook(reported(on_stepping)).remove)
         self._undo.append(optimizer.register_step_post_hook(reported(on_stepped)).remove)
-
-    def _meet_all(self) -> None:
-        """Have `_meet` called when any torch optimizer of this process steps."""
-        if self not in _MEETING:
-            _hang_on_every_step()
-            _MEETING.append(self)
-            self._undo.append(functools.partial(_MEETING.remove, self))
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Called when a torch optimizer of this process steps: watch it if it steps parameters of the model."""
@@ -418,6 +411,13 @@ def _hang_on_every_step() -> None:
     while torch goes through these hooks, and then the trainer's step would raise.
     """
     register_optimizer_step_pre_hook(_step_begins)
+
+
+def _called_at_every_step(hooks: OptimizerHooks) -> Callable[[], None]:
+    """Have `_meet` called when any torch optimizer of this process steps; return what undoes that."""
+    _hang_on_every_step()
+    _MEETING.append(hooks)
+    return functools.partial(_MEETING.remove, hooks)
 
 
 class SecondPhase:
