@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import resource
 import signal
@@ -46,6 +47,8 @@ DIES_IN = 3
 ENDS = {"cuda": ("exception", "abort", "assert", "illegal", "none"), "cpu": ("exception", "abort", "none")}
 """What cannot spoil the device comes first."""
 CHILD_S = 40
+SAID = 12_000
+"""Characters of what a child said that are kept: an abort prints its stack last."""
 KILLED_S = 10
 """Seconds that a killed child has to go: one inside of a call of the driver may take longer, or for ever."""
 
@@ -75,6 +78,7 @@ EXPECTED = {
 
 def child(options: argparse.Namespace) -> None:
     """Train, and die."""
+    faulthandler.enable()  # Where Python stood at an abort.
     # A process that has met a GPU maps terabytes: whoever dumps it is busy for minutes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     training = Training(options, "small", 4)
@@ -169,7 +173,7 @@ def main() -> None:
             command += ["--tiny"] if options.tiny else []
             words = Path(folder) / "words"
             code = ended(command, words)
-            said = words.read_text(errors="replace")[-600:]
+            said = words.read_text(errors="replace")[-SAID:]
             found[how] = {"end": end_in_words(code), "said": said, **left(Path(folder) / how)}
         result.note("ends", found)
         faults += [fault] if (fault := fault_of(how, found[how])) else []

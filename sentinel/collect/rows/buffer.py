@@ -344,10 +344,9 @@ class DeviceStats:
         """Note on every stream that filled rows where it stands now."""
         if not self.is_used:
             return
-        with contextlib.suppress(RuntimeError):  # a device assert: what arrived before it is here all the same
-            self.send()
-            for stream in self._streams.values():
-                self._end(stream)
+        self.send()
+        for stream in self._streams.values():
+            self._end(stream)
 
     def has_arrived(self) -> bool:
         """Whether nothing is on its way any more, `close` having been called. Does not wait."""
