@@ -34,8 +34,16 @@ async function answered(request) {
   return body;
 }
 
-export function get(url, signal) {
-  return answered(fetch(url, { signal }));
+// The daemon answers one question to the history at a time (503): it is asked again a moment later.
+export async function get(url, signal) {
+  for (let times = 1; ; times += 1) {
+    try {
+      return await answered(fetch(url, { signal }));
+    } catch (error) {
+      if (error.status !== 503 || times >= 8) throw error;
+    }
+    await new Promise((goOn) => setTimeout(goOn, 300 * times));
+  }
 }
 
 export function post(path, token, body) {
@@ -66,11 +74,6 @@ export function useAnswer(url, everyMs = 0, keeps = false) {
         if (abort.signal.aborted) return;
         failed += 1;
         setState((before) => ({ url, data: before.url === url ? before.data : null, error }));
-        // The daemon answers one question to the history at a time: it is asked again a moment later.
-        if (error.status === 503 && failed < 8) {
-          timer = setTimeout(ask, 300 * failed);
-          return;
-        }
       }
       if (everyMs) timer = setTimeout(ask, everyMs * Math.min(1 + failed, 8));
     }
