@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.history.config import HistoryConfig
@@ -43,6 +44,13 @@ COLOURS = """(one) => {
   return found;
 }"""
 """How many pixels of a canvas are of each colour."""
+VIEWS = {
+    "/": "Open incidents",
+    f"/#/runs/{GOOD}": "greatest at step 60",
+    f"/#/runs/{GOOD}/layers": "in the order of the forward",
+    "/#/search?q=attn": "Tensors",
+}
+"""Address of a view -> a text that stands there once it is whole."""
 LONG_S = 60.0
 """Longest time for what the page and the daemon do on a machine on which much else runs."""
 shown = functools.partial(wait_for, timeout_s=LONG_S, interval_s=0.1)
@@ -262,6 +270,26 @@ def test_a_phone_shows_all_of_it_within_its_width(browser: Browser, address: str
 
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert looked.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_is_accessible_by_the_rules_of_axe(browser: Browser, address: str, scheme: str) -> None:
+    """Contrast, names and roles, landmarks, order of headings: what a machine can tell of WCAG 2.1 AA and best practices."""
+    incident = next(iter(incident_ids(address).values()))
+    with Looked(browser, address, color_scheme=scheme) as looked:
+        problems = {}
+        for path, seen in {**VIEWS, f"/#/incidents/{incident}": "What to do"}.items():
+            found = Axe().run(looked.go(path, seen)).response["violations"]
+            for one in found:
+                problems[path, one["id"]] = [
+                    node["html"][:200] + " " + node["failureSummary"][:300] for node in one["nodes"][:3]
+                ]
+
+        looked.page.evaluate("document.querySelector('main').append(document.createElement('button'))")
+        seen_by_axe = [one["id"] for one in Axe().run(looked.page).response["violations"]]
+
+    assert problems == {}
+    assert seen_by_axe == ["button-name"], "what is wrong is found"
 
 
 def test_without_a_script_the_page_says_what_matters(browser: Browser, address: str) -> None:
