@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ ENDS = {"cuda": ("exception", "abort", "assert", "illegal", "none"), "cpu": ("ex
 CHILD_S = 40
 SAID = 12_000
 """Characters of what a child said that are kept: an abort prints its stack last."""
+WRITTEN_S = 10
+"""Seconds in which the rows of the steps before must be on disk."""
 KILLED_S = 10
 """Seconds that a killed child has to go: one inside of a call of the driver may take longer, or for ever."""
 
@@ -90,7 +93,15 @@ def child(options: argparse.Namespace) -> None:
         return
     training.loss()
     results.synchronize(options.device)
+    wait_for_rows(options.folder / options.child)
     die(options.child, options.device)
+
+
+def wait_for_rows(run_dir: Path) -> None:
+    """Give whoever writes the time that a step of a real model leaves: on a busy machine it has none in a tiny one."""
+    deadline = time.monotonic() + WRITTEN_S
+    while not left(run_dir)["rows"].get(DIES_IN - 1) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def ended(command: list[str], words: Path, limit_s: float = CHILD_S) -> int | None:
