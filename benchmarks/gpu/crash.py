@@ -184,7 +184,7 @@ def main() -> None:
             command += ["--tiny"] if options.tiny else []
             words = Path(folder) / "words"
             code = ended(command, words)
-            said = words.read_text(errors="replace")[-SAID:]
+            said = words.read_text(errors="replace").replace(f"{results.ROOT}/", "")[-SAID:]
             found[how] = {"end": end_in_words(code), "said": said, **left(Path(folder) / how)}
         result.note("ends", found)
         faults += [fault] if (fault := fault_of(how, found[how])) else []

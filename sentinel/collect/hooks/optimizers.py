@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sentinel.collect.compiled.graphs import compiler_is_back, compiler_steps_aside, leave_alone
-from sentinel.collect.hooks.weak import WeakList
+from sentinel.collect.hooks import every_step
 
 Params = list[torch.Tensor]
 
@@ -168,7 +167,7 @@ class OptimizerHooks:
         watched = WatchedOptimizer(optimizer, name or self._name(optimizer))
         self.watched.append(watched)
         self._hang(optimizer, watched)
-        self._undo.append(_called_at_every_step(self))
+        self._undo.append(every_step.listen(self))
         if isinstance(optimizer, torch.optim.Optimizer):
             for inner in inner_optimizers(optimizer):
                 self._join(watched, inner)
@@ -181,7 +180,7 @@ class OptimizerHooks:
         """
         self.adopts = True
         self._owned = {id(p) for p in model_params}
-        self._undo.append(_called_at_every_step(self))
+        self._undo.append(every_step.listen(self))
 
     def follow(self, optimizer: Any, on_stepping: Callable[[Any], None], on_stepped: Callable[[Any], None]) -> None:
         """Call back around the steps of a torch optimizer inside another one.
@@ -204,7 +203,7 @@ class OptimizerHooks:
         self._undo.append(optimizer.register_step_pre_hook(reported(on_stepping)).remove)
         self._undo.append(optimizer.register_step_post_hook(reported(on_stepped)).remove)
 
-    def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def meet(self, optimizer: Any) -> None:
         """Called when a torch optimizer of this process steps: watch it if it steps parameters of the model."""
         former = compiler_steps_aside()
         try:
@@ -387,37 +386,9 @@ class OptimizerHooks:
         return bool(call.watched.inner) and call.watched.optimizer() is call.optimizer
 
     # Where a whole training step is compiled, what is called around the optimizer stays as it is.
-    for called in (_meet, _before_step, _evaluated, _after_step):
+    for called in (meet, _before_step, _evaluated, _after_step):
         leave_alone(called)
     del called
-
-
-_MEETING: WeakList[OptimizerHooks] = WeakList(lambda: None)
-
-
-def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for hooks in _MEETING:
-        hooks._meet(optimizer, args, kwargs)
-
-
-leave_alone(_step_begins)
-
-
-@functools.cache
-def _hang_on_every_step() -> None:
-    """Have torch call `_step_begins` from now on, as long as the process lives.
-
-    It is never taken off: a monitor that goes out of scope ends where the collector of garbage happens to run, which may be
-    while torch goes through these hooks, and then the trainer's step would raise.
-    """
-    register_optimizer_step_pre_hook(_step_begins)
-
-
-def _called_at_every_step(hooks: OptimizerHooks) -> Callable[[], None]:
-    """Have `_meet` called when any torch optimizer of this process steps; return what undoes that."""
-    _hang_on_every_step()
-    _MEETING.append(hooks)
-    return functools.partial(_MEETING.remove, hooks)
 
 
 class SecondPhase:
