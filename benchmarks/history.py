@@ -19,6 +19,7 @@ from statistics import median
 import numpy as np
 
 from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.exports.series import MergedStep
 from sentinel.history.config import HistoryConfig
@@ -106,6 +107,18 @@ def asked_ms(run_dir: Path, query: str, num: int = 20) -> tuple[float, float]:
     return median(took), max(took)
 
 
+def heatmap_ms(run_dir: Path, num: int = 10) -> tuple[float, float]:
+    """Return median and greatest time of what the daemon does for one heat map of the page: milliseconds."""
+    queries = HistoryQueries()
+    request = HistoryRequest.parse([("run", run_dir.name), ("kind", "wgrad"), ("statistic", "std")])
+    took = []
+    for _ in range(num):
+        began = time.perf_counter()
+        queries.heatmap(run_dir, request)
+        took.append(1e3 * (time.perf_counter() - began))
+    return median(took), max(took)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=1000)
@@ -139,6 +152,8 @@ def main() -> None:
         ):  # fmt: skip
             middle, slowest = asked_ms(folder / "long", query)
             print(f"  {name}: median {middle:.0f} ms, slowest of 20 {slowest:.0f} ms")
+        middle, slowest = heatmap_ms(folder / "long")
+        print(f"  the page's layers x steps, all of the run: median {middle:.0f} ms, slowest of 10 {slowest:.0f} ms")
     finally:
         shutil.rmtree(folder)
 
