@@ -92,5 +92,6 @@ class TrainingPasses:
             self._recorder.recording.report(
                 "blind_forward",
                 "an optimizer steps, but no training forward of the attached model was seen: was it compiled or copied "
-                "after attach? Parameters and gradients are measured, the black box is blind; attach to what is called",
+                "after attach, or is it replayed as a CUDA graph? Parameters and gradients are measured, the black box is "
+                "blind; attach to what is called",
             )

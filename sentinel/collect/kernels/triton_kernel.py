@@ -159,7 +159,7 @@ class TritonKernel:
             return
         if self.is_capturing():
             # Every replay would fill this step's rows again, and whatever waits here would break the capture.
-            raise SentinelError("cannot measure while a CUDA graph is being captured: capture the launch, with a gate")
+            raise SentinelError("a CUDA graph is being captured, and nothing in it is measured: capture first, then attach")
         try:
             if len(tensors) == 1:
                 self._measure_slowly(tensors[0], rows, first_row, zero_eps, checksum)
