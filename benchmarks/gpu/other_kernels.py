@@ -21,14 +21,13 @@ import triton.language as tl
 
 from sentinel.collect.kernels.triton_moments import (
     _INF,
-    _MOST_PARTS,
     _STAT_WORDS,
     _THREADS,
-    _about_mean,
     _add_vector,
     _bits_of,
     _column,
     _count_and_center,
+    _deliver,
     _exponent,
     _extremes,
     _laid_out,
@@ -37,6 +36,7 @@ from sentinel.collect.kernels.triton_moments import (
     _powers,
     _real,
     _seal,
+    _summary,
     _total,
     _zeros,
     measure_part,
@@ -54,6 +54,8 @@ _IS_INTERLEAVED = tl.constexpr(False)
 """Parts take tiles in turn; false: each takes tiles that follow each other."""
 _EVICT = tl.constexpr("")
 """What the caches are told: "evict_first" for what is not read again."""
+_MOST_PARTS = tl.constexpr(512)
+"""Parts of a tensor that the second of two passes adds up, at most: a power of two."""
 
 
 @triton.jit
@@ -208,28 +210,8 @@ def measure_tiles(
         at_word += word_hop
 
     lane = tl.arange(0, 16)
-    whole, mean, m2, m3, m4 = _about_mean(count.to(tl.float64), ref, s1, s2, s3, s4)
-    found = _laid_out(
-        lane, whole, mean, m2, m3, m4, tl.min(lowest, 0).to(tl.float64), tl.max(highest, 0).to(tl.float64),
-        tl.sum(nan.to(tl.int64), 0), tl.sum(pos.to(tl.int64), 0), tl.sum(neg.to(tl.int64), 0),
-        tl.sum(zero.to(tl.int64), 0), tl.sum(bit_sum, 0),
-    )  # fmt: skip
-    is_last = num_parts == 1
-    if num_parts > 1:
-        column = parts.to(tl.pointer_type(tl.int64))
-        tl.store(column + lane * num_parts + part, found, mask=lane < _STAT_WORDS)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel")
-        is_last = arrived.to(tl.int64) == num_parts - 1
-        tl.debug_barrier()
-        if is_last:
-            found = _merged(lane, column, num_parts)
-            tl.store(counter.to(tl.pointer_type(tl.int32)), 0)
-    if is_last:
-        found = tl.where(lane == _STAT_WORDS, epoch, found)
-        found = tl.where(lane == _STAT_WORDS + 1, _seal(lane, found), found)
-        tl.store(row.to(tl.pointer_type(tl.int64)) + lane, found)
-        tl.store(out.to(tl.pointer_type(tl.int64)) + lane, found)
+    found = _summary(lane, count, ref, s1, s2, s3, s4, lowest, highest, nan, pos, neg, zero, bit_sum)
+    _deliver(lane, found, part, num_parts, parts, counter, row, out, epoch)
 
 
 FIRST_PASS, SECOND_PASS = 2, 4
@@ -450,7 +432,7 @@ def _about(lane, row, sums, WIDE: tl.constexpr):
     s4 = _real(tl.sum(tl.where(lane == 4, sums, 0), 0)) * unit * unit * unit * unit
     n = tl.load(row).to(tl.float64)
     mean = _real(tl.load(row + 1))
-    # The mean as the arithmetic type holds it is not quite the mean. Source: Pebay, as in _about_mean.
+    # The mean as the arithmetic type holds it is not quite the mean. Source: Pebay, as in _summary.
     d = tl.where(n > 0.0, center.to(tl.float64) - mean, 0.0)
     nd = n * d
     m2 = s2 + d * (2.0 * s1 + nd)

@@ -122,8 +122,7 @@ def taken(changes: dict[str, Any]) -> Iterator[None]:
         if programs := changes.get("programs"):
             set_(triton_moments, "MOST_PARTS", dict.fromkeys(triton_moments.MOST_PARTS, programs))
             most = max(512, 1 << (programs - 1).bit_length())
-            for module in (triton_moments, other_kernels):
-                set_(module, "_MOST_PARTS", tl.constexpr(most))
+            set_(other_kernels, "_MOST_PARTS", tl.constexpr(most))
         launch = triton_kernel.Launcher.__call__
 
         def twice(self: Any, num_programs: int, stream: int, *args: int) -> None:

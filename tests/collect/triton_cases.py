@@ -191,6 +191,18 @@ def test_unequal_groups_merge_to_the_whole():
         assert_measures(torch.cat(groups).to(dtype))
 
 
+@pytest.mark.long
+def test_more_parts_than_the_threads_that_merge_them():
+    # A thread merges parts 0 and 128, another 1 and 129: of other means and sizes, and one of nothing but NaN.
+    tile = 4096
+    x = drawn(15, 129 * tile + 100).float()
+    x[:tile] += 1000
+    x[tile : 2 * tile] = torch.nan
+    x[128 * tile :] = x[128 * tile :] * 30 - 50
+
+    assert_measures(x)
+
+
 def test_a_bulk_far_from_the_vectors_that_make_the_centre():
     # Two of eight vectors of a thread make its centre: here all others lie elsewhere.
     x = drawn(6, 16_384).float() * 0.01 + 1000

@@ -30,10 +30,12 @@ MOST_REGISTERS = {"fp32": 128, "bf16": 168, "fp16": 168, "fp64": 168}
 
 _THREADS = tl.constexpr(THREADS)
 _STEPS = tl.constexpr(STEPS)
-_MOST_PARTS = tl.constexpr(512)
+_AT_ONCE = tl.constexpr(4)
+"""Vectors that a thread has on their way at once where it counts what is no whole tile of finite numbers."""
 _STAT_WORDS = tl.constexpr(12)
 _SEAL = tl.constexpr(0x9E3779B97F4A7C15)
 _INF = tl.constexpr(float("inf"))
+_ONE_OF_MOST = tl.constexpr(2.0**-64)
 
 
 @triton.jit
@@ -153,25 +155,38 @@ def _power_of_two(e, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _own(base, start, begin, end, step, SIZE: tl.constexpr, VECTOR: tl.constexpr):
-    """Return one vector of each thread, [THREADS, VECTOR], and which of its elements are the tensor's.
+def _own_range(start, begin, end, SIZE: tl.constexpr):
+    """Return between which of a tile's elements the tensor's lie, counted from the tile's first one: int32."""
+    first = tl.maximum(begin - start, 0).to(tl.int32)
+    last = tl.maximum(tl.minimum(end - start, SIZE), 0).to(tl.int32)
+    return first, last
+
+
+@triton.jit
+def _loaded(base, start, first, last, step, VECTOR: tl.constexpr):
+    """Return one vector of each thread, [THREADS, VECTOR].
 
     A vector that holds one element of the tensor is read whole: 16 aligned bytes lie in one page.
     """
     vector = step * _THREADS + tl.arange(0, _THREADS)[:, None]
     at = vector * VECTOR + tl.arange(0, VECTOR)[None, :]
-    first = tl.maximum(begin - start, 0).to(tl.int32)
-    last = tl.maximum(tl.minimum(end - start, SIZE), 0).to(tl.int32)
     has_own = (vector >= first // VECTOR) & (vector < (last + (VECTOR - 1)) // VECTOR)
-    stored = tl.load(base + start + at, mask=tl.broadcast_to(has_own, (_THREADS, VECTOR)), other=0.0)
-    return stored, (at >= first) & (at < last)
+    return tl.load(base + start + at, mask=tl.broadcast_to(has_own, (_THREADS, VECTOR)), other=0.0)
+
+
+@triton.jit
+def _is_own(first, last, step, VECTOR: tl.constexpr):
+    """Return which elements of that vector of each thread are the tensor's: [THREADS, VECTOR]."""
+    vector = step * _THREADS + tl.arange(0, _THREADS)[:, None]
+    at = vector * VECTOR + tl.arange(0, VECTOR)[None, :]
+    return (at >= first) & (at < last)
 
 
 @triton.jit
 def _count_and_center(base, start, begin, end, eps, checksum, SIZE: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr):
     """Return counts, extremes and mean of each thread's finite elements of a tile: [THREADS] each.
 
-    A loop of few registers: the tile was read just now, and lies in the nearest cache.
+    A tile that is not whole is read here first: some vectors at a time, so as not to wait for each.
     """
     n = tl.zeros([_THREADS], tl.int32)
     zero = tl.zeros([_THREADS], tl.int32)
@@ -183,22 +198,29 @@ def _count_and_center(base, start, begin, end, eps, checksum, SIZE: tl.constexpr
     high = tl.full([_THREADS], -_INF, WIDE)
     total = tl.zeros([_THREADS], WIDE)
     shrunk = tl.zeros([_THREADS], WIDE)
-    for step in range(SIZE // (_THREADS * VECTOR)):
-        stored, is_own = _own(base, start, begin, end, step, SIZE, VECTOR)
-        x = stored.to(WIDE)
-        is_finite = (tl.abs(x) < _INF) & is_own
-        n += tl.sum(is_finite.to(tl.int32), 1)
-        zero += tl.sum(((tl.abs(x) <= eps) & is_own).to(tl.int32), 1)
-        nan += tl.sum(((x != x) & is_own).to(tl.int32), 1)
-        pos += tl.sum(((x == _INF) & is_own).to(tl.int32), 1)
-        neg += tl.sum(((x == -_INF) & is_own).to(tl.int32), 1)
-        low = tl.minimum(low, tl.min(tl.where(is_finite, x, _INF), 1))
-        high = tl.maximum(high, tl.max(tl.where(is_finite, x, -_INF), 1))
-        x = tl.where(is_finite, x, 0.0)
-        total += tl.sum(x, 1)
-        shrunk += tl.sum(x * (1.0 / 16384), 1)
-        if checksum != 0:
-            bit_sum += tl.sum(tl.where(is_own, _bits(stored), 0), 1).to(tl.int64)
+    first, last = _own_range(start, begin, end, SIZE)
+    GROUP: tl.constexpr = _AT_ONCE * _THREADS * VECTOR
+    for group in range(first // GROUP, (last + (GROUP - 1)) // GROUP):
+        vectors = (_loaded(base, start, first, last, group * _AT_ONCE, VECTOR),)
+        for k in tl.static_range(1, _AT_ONCE):
+            vector = _loaded(base, start, first, last, group * _AT_ONCE + k, VECTOR)
+            vectors = vectors + (vector,)  # noqa: RUF005 Triton has no unpacking
+        for k in tl.static_range(_AT_ONCE):
+            is_own = _is_own(first, last, group * _AT_ONCE + k, VECTOR)
+            x = vectors[k].to(WIDE)
+            is_finite = (tl.abs(x) < _INF) & is_own
+            n += tl.sum(is_finite.to(tl.int32), 1)
+            zero += tl.sum(((tl.abs(x) <= eps) & is_own).to(tl.int32), 1)
+            nan += tl.sum(((x != x) & is_own).to(tl.int32), 1)
+            pos += tl.sum(((x == _INF) & is_own).to(tl.int32), 1)
+            neg += tl.sum(((x == -_INF) & is_own).to(tl.int32), 1)
+            low = tl.minimum(low, tl.min(tl.where(is_finite, x, _INF), 1))
+            high = tl.maximum(high, tl.max(tl.where(is_finite, x, -_INF), 1))
+            x = tl.where(is_finite, x, 0.0)
+            total += tl.sum(x, 1)
+            shrunk += tl.sum(x * (1.0 / 16384), 1)
+            if checksum != 0:
+                bit_sum += tl.sum(tl.where(is_own, _bits(vectors[k]), 0), 1).to(tl.int64)
     # Largest values overflow their sum, smallest ones are lost in the other.
     many = tl.maximum(n, 1).to(WIDE)
     center = tl.where(tl.abs(total) < _INF, total / many, (shrunk / many) * 16384)
@@ -213,36 +235,18 @@ def _powers(base, start, begin, end, center, scale, SIZE: tl.constexpr, VECTOR: 
     d2 = tl.zeros([_THREADS], WIDE)
     d3 = tl.zeros([_THREADS], WIDE)
     d4 = tl.zeros([_THREADS], WIDE)
-    for step in range(SIZE // (_THREADS * VECTOR)):
-        stored, is_own = _own(base, start, begin, end, step, SIZE, VECTOR)
-        x = stored.to(WIDE)
-        d = tl.where((tl.abs(x) < _INF) & is_own, x * scale[:, None] - (center * scale)[:, None], 0.0)
+    first, last = _own_range(start, begin, end, SIZE)
+    STEP: tl.constexpr = _THREADS * VECTOR
+    for step in range(first // STEP, (last + (STEP - 1)) // STEP):
+        x = _loaded(base, start, first, last, step, VECTOR).to(WIDE)
+        is_finite = (tl.abs(x) < _INF) & _is_own(first, last, step, VECTOR)
+        d = tl.where(is_finite, x * scale[:, None] - (center * scale)[:, None], 0.0)
         dd = d * d
         d1 += tl.sum(d, 1)
         d2 += tl.sum(dd, 1)
         d3 += tl.sum(dd * d, 1)
         d4 += tl.sum(dd * dd, 1)
     return d1, d2, d3, d4
-
-
-@triton.jit
-def _about_mean(n, ref, s1, s2, s3, s4):
-    """Return count, mean, m2, m3, m4 of all, from each one's count and sums of powers of deviations from its own `ref`.
-
-    Float64, reduced in a tree of fixed shape. Source: Pebay, SAND2008-6212, for many parts at once.
-    """
-    count = tl.sum(n, 0)
-    share = n / tl.maximum(count, 1.0)
-    # Twice, so that a large common mean costs no digits.
-    near = tl.sum(share * ref, 0)
-    d = tl.where(n > 0, ref - near, 0.0)
-    mean = near + tl.sum(s1 + n * d, 0) / tl.maximum(count, 1.0)
-    d = tl.where(n > 0, ref - mean, 0.0)
-    nd = n * d
-    m2 = tl.sum(s2 + d * (2.0 * s1 + nd), 0)
-    m3 = tl.sum(s3 + d * (3.0 * s2 + d * (3.0 * s1 + nd)), 0)
-    m4 = tl.sum(s4 + d * (4.0 * s3 + d * (6.0 * s2 + d * (4.0 * s1 + nd))), 0)
-    return count, mean, m2, m3, m4
 
 
 @triton.jit
@@ -273,8 +277,57 @@ def _laid_out(lane, count, mean, m2, m3, m4, low, high, nan, pos, neg, zero, che
 
 
 @triton.jit
+def _both(
+    n, near, low, high, nan, pos, neg, zero, bits, n2, near2, low2, high2, nan2, pos2, neg2, zero2, bits2,
+):  # fmt: skip
+    """Return what the first reduction of _summary makes of two threads."""
+    return (
+        n + n2, near + near2, tl.minimum(low, low2), tl.maximum(high, high2), nan + nan2, pos + pos2, neg + neg2,
+        zero + zero2, bits + bits2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _both_powers(s1, s2, s3, s4, r1, r2, r3, r4):
+    """Return what the second reduction of _summary makes of two threads."""
+    return s1 + r1, s2 + r2, s3 + r3, s4 + r4
+
+
+@triton.jit
+def _summary(lane, n, ref, s1, s2, s3, s4, low, high, nan, pos, neg, zero, bits):
+    """Return the words of all threads together, [16] int64, from each one's sums of powers of deviations from its own `ref`.
+
+    Everything is [THREADS]. n, nan, pos, neg and zero may be int32: a part has fewer than 2^31 elements. There are two
+    reductions and not one for every statistic, because the waits in them are most of what a small tensor costs. Float64, in
+    trees of fixed shape. Source: Pebay, SAND2008-6212, for many at once.
+    """
+    # Each one's share of 2^64, which is more than all have together: no sum of these overflows.
+    share = n.to(tl.float64) * _ONE_OF_MOST * ref
+    n_all, near, low, high, nan, pos, neg, zero, bits = tl.reduce((n, share, low, high, nan, pos, neg, zero, bits), 0, _both)
+    count = n_all.to(tl.float64)
+    inverse = 1.0 / tl.maximum(count, 1.0)
+    near = near * inverse * (1.0 / _ONE_OF_MOST)
+    d = tl.where(n > 0, ref - near, 0.0)
+    nd = n.to(tl.float64) * d
+    a4 = s4 + d * (4.0 * s3 + d * (6.0 * s2 + d * (4.0 * s1 + nd)))
+    a3 = s3 + d * (3.0 * s2 + d * (3.0 * s1 + nd))
+    a2 = s2 + d * (2.0 * s1 + nd)
+    s1, s2, s3, s4 = tl.reduce((s1 + nd, a2, a3, a4), 0, _both_powers)
+    # From `near`, the weighted mean of all `ref`, to the mean. By Jensen's inequality count * d**k is at most the sum of
+    # (x - ref)**k for even k: the subtraction loses no digits that the sums about `ref` had.
+    d = s1 * inverse
+    m2 = s2 - d * s1
+    m3 = s3 - d * (3.0 * s2 - d * (2.0 * s1))
+    m4 = s4 - d * (4.0 * s3 - d * (6.0 * s2 - d * (3.0 * s1)))
+    return _laid_out(
+        lane, count, near + d, m2, m3, m4, low.to(tl.float64), high.to(tl.float64), nan.to(tl.int64), pos.to(tl.int64),
+        neg.to(tl.int64), zero.to(tl.int64), bits,
+    )  # fmt: skip
+
+
+@triton.jit
 def _column(parts, word, at, num_parts):
-    """Return one word of all parts, [MOST_PARTS] int64; 0 behind the last."""
+    """Return one word of the parts `at`, [THREADS] int64; 0 behind the last."""
     # Other multiprocessors wrote them: read past this one's own cache.
     return tl.load(parts + word * num_parts + at, mask=at < num_parts, other=0, cache_modifier=".cg")
 
@@ -286,23 +339,38 @@ def _real(word):
 
 @triton.jit
 def _merged(lane, parts, num_parts):
-    """Return [16] int64: the words of all parts together. Source: Pebay, as in _about_mean."""
-    at = tl.arange(0, _MOST_PARTS)
-    n = _column(parts, 0, at, num_parts).to(tl.float64)
-    mean = _real(_column(parts, 1, at, num_parts))
-    m2 = _real(_column(parts, 2, at, num_parts))
-    m3 = _real(_column(parts, 3, at, num_parts))
-    m4 = _real(_column(parts, 4, at, num_parts))
-    count, mean, m2, m3, m4 = _about_mean(n, mean, n * 0.0, m2, m3, m4)
-    is_part = at < num_parts
-    low = tl.min(tl.where(is_part, _real(_column(parts, 5, at, num_parts)), _INF), 0)
-    high = tl.max(tl.where(is_part, _real(_column(parts, 6, at, num_parts)), -_INF), 0)
-    nan = tl.sum(_column(parts, 7, at, num_parts), 0)
-    pos = tl.sum(_column(parts, 8, at, num_parts), 0)
-    neg = tl.sum(_column(parts, 9, at, num_parts), 0)
-    zero = tl.sum(_column(parts, 10, at, num_parts), 0)
-    checksum = tl.sum(_column(parts, 11, at, num_parts), 0)
-    return _laid_out(lane, count, mean, m2, m3, m4, low, high, nan, pos, neg, zero, checksum)
+    """Return the words of all parts together, [16] int64. A thread merges every 128th part, in order of parts."""
+    n = tl.zeros([_THREADS], tl.int64)
+    nan, pos, neg, zero, bits = n, n, n, n, n
+    low = tl.full([_THREADS], _INF, tl.float64)
+    high = tl.full([_THREADS], -_INF, tl.float64)
+    ref = tl.zeros([_THREADS], tl.float64)
+    s1, s2, s3, s4 = ref, ref, ref, ref
+    for first in range(0, num_parts.to(tl.int32), _THREADS):
+        at = first + tl.arange(0, _THREADS)
+        own = _column(parts, 0, at, num_parts)
+        mean = _real(_column(parts, 1, at, num_parts))
+        m2 = _real(_column(parts, 2, at, num_parts))
+        m3 = _real(_column(parts, 3, at, num_parts))
+        m4 = _real(_column(parts, 4, at, num_parts))
+        own_low = _real(_column(parts, 5, at, num_parts))
+        own_high = _real(_column(parts, 6, at, num_parts))
+        nan += _column(parts, 7, at, num_parts)
+        pos += _column(parts, 8, at, num_parts)
+        neg += _column(parts, 9, at, num_parts)
+        zero += _column(parts, 10, at, num_parts)
+        bits += _column(parts, 11, at, num_parts)
+        low = tl.minimum(low, tl.where(own > 0, own_low, _INF))
+        high = tl.maximum(high, tl.where(own > 0, own_high, -_INF))
+        ref = tl.where(n == 0, mean, ref)
+        d = tl.where(own > 0, mean - ref, 0.0)
+        nd = own.to(tl.float64) * d
+        s4 += m4 + d * (4.0 * m3 + d * (6.0 * m2 + d * nd))
+        s3 += m3 + d * (3.0 * m2 + d * nd)
+        s2 += m2 + d * nd
+        s1 += nd
+        n += own
+    return _summary(lane, n, ref, s1, s2, s3, s4, low, high, nan, pos, neg, zero, bits)
 
 
 @triton.jit
@@ -311,6 +379,28 @@ def _seal(lane, words):
     mixed = words.to(tl.uint64, bitcast=True) * _SEAL
     mixed = (mixed ^ (mixed >> 32)) * (2 * lane + 1).to(tl.uint64)
     return tl.sum(tl.where(lane <= _STAT_WORDS, mixed.to(tl.int64, bitcast=True), 0), 0)
+
+
+@triton.jit
+def _deliver(lane, found, part, num_parts, parts, counter, row, out, epoch):
+    """Leave a part's words, [16] int64, with the others'; the last one merges all and writes the row."""
+    is_last = num_parts == 1
+    if num_parts > 1:
+        column = parts.to(tl.pointer_type(tl.int64))
+        tl.store(column + lane * num_parts + part, found, mask=lane < _STAT_WORDS)
+        # All threads' words are out before one thread says so, and that is seen before others' words are read.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel")
+        is_last = arrived.to(tl.int64) == num_parts - 1
+        tl.debug_barrier()
+        if is_last:
+            found = _merged(lane, column, num_parts)
+            tl.store(counter.to(tl.pointer_type(tl.int32)), 0)
+    if is_last:
+        found = tl.where(lane == _STAT_WORDS, epoch, found)
+        found = tl.where(lane == _STAT_WORDS + 1, _seal(lane, found), found)
+        tl.store(row.to(tl.pointer_type(tl.int64)) + lane, found)
+        tl.store(out.to(tl.pointer_type(tl.int64)) + lane, found)
 
 
 @triton.jit
@@ -452,26 +542,5 @@ def measure_part(
         at_word += _STEPS * STEP
 
     lane = tl.arange(0, 16)
-    whole, mean, m2, m3, m4 = _about_mean(count.to(tl.float64), ref, s1, s2, s3, s4)
-    found = _laid_out(
-        lane, whole, mean, m2, m3, m4, tl.min(lowest, 0).to(tl.float64), tl.max(highest, 0).to(tl.float64),
-        tl.sum(nan.to(tl.int64), 0), tl.sum(pos.to(tl.int64), 0), tl.sum(neg.to(tl.int64), 0),
-        tl.sum(zero.to(tl.int64), 0), tl.sum(bit_sum, 0),
-    )  # fmt: skip
-    is_last = num_parts == 1
-    if num_parts > 1:
-        column = parts.to(tl.pointer_type(tl.int64))
-        tl.store(column + lane * num_parts + part, found, mask=lane < _STAT_WORDS)
-        # All threads' words are out before one thread says so, and that is seen before others' words are read.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel")
-        is_last = arrived.to(tl.int64) == num_parts - 1
-        tl.debug_barrier()
-        if is_last:
-            found = _merged(lane, column, num_parts)
-            tl.store(counter.to(tl.pointer_type(tl.int32)), 0)
-    if is_last:
-        found = tl.where(lane == _STAT_WORDS, epoch, found)
-        found = tl.where(lane == _STAT_WORDS + 1, _seal(lane, found), found)
-        tl.store(row.to(tl.pointer_type(tl.int64)) + lane, found)
-        tl.store(out.to(tl.pointer_type(tl.int64)) + lane, found)
+    found = _summary(lane, count, ref, s1, s2, s3, s4, lowest, highest, nan, pos, neg, zero, bit_sum)
+    _deliver(lane, found, part, num_parts, parts, counter, row, out, epoch)
