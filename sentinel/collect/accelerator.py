@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from sentinel.collect.rows.pinned import PINNED
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded on the current stream; where nobody has used CUDA it is not asked."""
+    return bool(torch.cuda.is_initialized()) and bool(torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 class Accelerator:
@@ -44,8 +54,30 @@ class Accelerator:
 
     def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return int64 zeros in pinned memory, which the device addresses as the host does."""
-        return torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=True)
+        return PINNED.empty(shape, torch.int64).zero_()
+
+    def leave_captures_alone(self) -> None:
+        """Have the device allow this thread, from now on, calls that break a capture of a CUDA graph in any thread.
+
+        For a thread that trains nothing: whether an event has happened may then be asked while another thread captures.
+        """
+        if self.device.type == "cuda":
+            _leave_captures_alone()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return zeros on the device, filled on its current stream."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+_CAPTURE_MODE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED of the CUDA driver API."""
+_threads = threading.local()
+
+
+def _leave_captures_alone() -> None:
+    if getattr(_threads, "is_relaxed", False):
+        return
+    _threads.is_relaxed = True
+    # The driver keeps the mode for each thread; torch has no name for the call. Without it all is as it was.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))

@@ -56,6 +56,10 @@ class TrainingPasses:
         chunk.begin_micro_step(shares=self._shares_micro_steps)
         self._mark = (self._recorder.recording.rows.num_rows, self._recorder.recording.call_id)
 
+    def captured_forward(self) -> None:
+        """A training forward is recorded as a CUDA graph: from now on the optimizer may be all that is seen of steps."""
+        self._has_seen_forward = False
+
     def after_forward(self, chunk: Chunk) -> None:
         """A training forward ended well: it counts."""
         chunk.end_micro_step()

@@ -320,3 +320,18 @@ def test_the_kernel_of_a_gpu_is_tritons():
     pytest.importorskip("triton")
 
     assert choose_kernel("cuda").name == "triton"
+
+
+def test_a_step_that_ends_behind_a_device_assert_hands_over_what_was_finished_before():
+    runtime = Runtime()
+    rows = device_rows(4, runtime)
+    begin(rows, 2)
+    finished(rows, 0, 10)
+    rows.on(CPU).slot(1)
+    runtime.is_dead = True
+
+    rows.begin_copy()
+
+    assert rows.finish_arrived()
+    assert list(rows.array["count"][:2]) == [10, 0]
+    assert list(rows.array["flags"][:2]) == [0, Flag.DEGRADED]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.collect.accelerator import is_capturing
 from sentinel.collect.hooks.failures import Guard
 from sentinel.collect.hooks.sites import Sites
 from sentinel.collect.rows.recording import Recording
@@ -19,6 +20,8 @@ class Recorder:
 
     def __init__(self, recording: Recording, sites: Sites, guard: Guard) -> None:
         """guard: where an exception of a hook ends."""
+        self.is_capturing = is_capturing
+        """Whether the current stream records a CUDA graph: then nothing is measured, for it would be at every replay."""
         self.recording = recording
         self.sites = sites
         self.guard = guard
@@ -38,6 +41,9 @@ class PassListener(Protocol):
 
     def before_forward(self, chunk: Chunk) -> None:
         """Called before a training forward of a chunk; the one call in which a step may end."""
+
+    def captured_forward(self) -> None:
+        """Called instead where the forward is recorded as a CUDA graph, whose replays no hook will see."""
 
     def after_forward(self, chunk: Chunk) -> None: ...
 

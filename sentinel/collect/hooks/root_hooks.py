@@ -101,6 +101,9 @@ class RootHooks:
             chunk.in_forward = False
             if recorder.is_paused or not self._is_training():
                 return
+            if recorder.is_capturing():
+                chunk.passes.captured_forward()
+                return
             chunk.begin_forward()
             chunk.taps.move_last()
             own = chunk.taps.own

@@ -186,7 +186,7 @@ class RunningStep:
             descriptor=descriptor,
             prepare=resolver(scalars, self._memory), vectors=vectors.finish if len(vectors) else None,
             vector_bytes=vectors.num_bytes, health=recording.take_health(),
-            was_skipped=None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach()),
+            was_skipped=_copied(was_skipped),
             stream_times=reading,
         )  # fmt: skip
         if full is None:
@@ -198,3 +198,11 @@ class RunningStep:
             batch.complete, batch.complete_early = full.finish, full.finish_arrived
             batch.release = functools.partial(recording.give_back, full)
         handover.submit(batch)
+
+
+def _copied(was_skipped: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy on its way to the host; None: there is nothing to copy, or the device has failed."""
+    try:
+        return None if was_skipped is None else on_its_way("is_skipped", was_skipped.detach())
+    except RuntimeError:
+        return None

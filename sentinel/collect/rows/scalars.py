@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import math
 import reprlib
 import weakref
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from sentinel.collect.parallel.placements import ORDINARY
+from sentinel.collect.rows.pinned import PINNED
 from sentinel.collect.rows.samples import Samples
 
 SAMPLE_IDS = "sample_ids"
@@ -20,6 +23,9 @@ SAMPLE_IDS = "sample_ids"
 MAX_GROUPS = 8
 """Groups of an optimizer whose learning rates are recorded; a bound on scalars and on time in each step."""
 
+
+NOT_ARRIVED = 0x7FF8_5E17_7E1A_77ED
+"""The bits of pinned memory into which nothing was copied yet: of a NaN that no arithmetic makes."""
 
 _NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 """Types whose elements C reads as they are."""
@@ -104,13 +110,14 @@ class Scalars:
         self.note_default("grad_norm", norm)
 
     def take(self) -> Mapping[str, Any]:
-        """Hand out the scalars of the step that ends and begin anew."""
-        for name, value in self._defaults.items():
-            if name not in self._values:
-                self.note(name, value)
-        for name, value in self._rates.items():
+        """Hand out the scalars of the step that ends and begin anew.
+
+        After a device assert those that nobody logged and that lie on the device are out of reach, and left out.
+        """
+        for name, value in itertools.chain(self._defaults.items(), self._rates.items()):
             if name not in self._values and (not isinstance(value, torch.Tensor) or value.numel() == 1):
-                self.note(name, value)
+                with contextlib.suppress(RuntimeError):
+                    self.note(name, value)
         taken, self._values, self._defaults = self._values, {}, {}
         self._rates.clear()
         return taken
@@ -125,7 +132,7 @@ def resolver(
     """
 
     def prepare() -> Mapping[str, float]:
-        return {**usage(), **{name: float(value) for name, value in scalars.items()}}
+        return {**usage(), **{name: float(value) for name, value in scalars.items() if has_arrived(value)}}
 
     return prepare
 
@@ -157,6 +164,12 @@ def on_its_way(name: str, value: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"monitor.log({name}=...): expected a real number, got a tensor of {value.dtype}")
     if value.device.type == "cpu":
         return value.to(torch.float64, copy=True)
-    pinned = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=True)
+    pinned = PINNED.empty((), torch.float64)
+    pinned.view(torch.int64).fill_(NOT_ARRIVED)
     pinned.copy_(value.reshape(()), non_blocking=True)
     return pinned
+
+
+def has_arrived(value: Any) -> bool:
+    """Whether a number that was `on_its_way` is there, once whoever waits for the device has waited: it may have failed."""
+    return not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or int(value.view(torch.int64)) != NOT_ARRIVED

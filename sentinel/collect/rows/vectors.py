@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
+from sentinel.collect.rows.pinned import PINNED
 from sentinel.messages import Vector, Vectors
 
 MOST_BYTES = 8 * 2**20
@@ -78,16 +79,23 @@ class StepVectors:
         self._num_bytes = sum(values.numel() * values.element_size() for _, values in others)
 
     def begin_copy(self) -> None:
-        """Send what lies on accelerators towards the host, behind the work that fills it. Does not wait."""
+        """Send what lies on accelerators towards the host, behind the work that fills it. Does not wait.
+
+        After a device assert what lies there is out of reach, and left out.
+        """
         devices = {values.device for _, values in self._kept if values.device.type != "cpu"}
         if not devices:
             return
-        self._kept = [(head, _on_its_way(values)) for head, values in self._kept]
-        for device in devices:
-            module = torch.get_device_module(device)
-            event = module.Event()
-            event.record(module.current_stream(device))
-            self._arrived.append(event)
+        on_host = [(head, values) for head, values in self._kept if values.device.type == "cpu"]
+        try:
+            self._kept = [(head, _on_its_way(values)) for head, values in self._kept]
+            for device in devices:
+                module = torch.get_device_module(device)
+                event = module.Event()
+                event.record(module.current_stream(device))
+                self._arrived.append(event)
+        except RuntimeError:
+            self._kept, self._arrived = on_host, []
 
     def finish(self) -> Vectors | None:
         """Return the vectors as they travel; None where there are none. Waits for the copies: not in the training thread."""
@@ -101,7 +109,7 @@ class StepVectors:
 def _on_its_way(values: torch.Tensor) -> torch.Tensor:
     if values.device.type == "cpu":
         return values
-    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    pinned = PINNED.empty(tuple(values.shape), values.dtype)
     return pinned.copy_(values, non_blocking=True)
 
 

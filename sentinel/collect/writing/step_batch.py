@@ -45,7 +45,8 @@ class StepBatch:
     vector_bytes: int = 0
     """Bytes that `vectors` keeps alive."""
     was_skipped: SupportsFloat | None = None
-    """Not 0: the trainer skipped this step; read after `complete`, for only the device knew when the step ended."""
+    """Not 0: the trainer skipped this step; read after `complete`, for only the device knew when the step ended.
+    NaN: it failed before it said so."""
     stream_times: Callable[[], tuple[float, float] | None] | None = None
     """Called in the writer thread after `complete`: seconds of the step, and of its waits for other ranks, on the stream of
     an accelerator that trains; None: not known. They take the place of the host's."""

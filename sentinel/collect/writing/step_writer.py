@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -114,7 +115,10 @@ def _with_scalars(batch: StepBatch, end: EndStep | None) -> EndStep | None:
 
 def _with_skip(batch: StepBatch, end: EndStep | None) -> EndStep | None:
     """Return the end of a step, marked like its rows where the device says that the trainer skipped it."""
-    if end is None or end.is_partial or batch.was_skipped is None or float(batch.was_skipped) == 0:
+    if end is None or end.is_partial or batch.was_skipped is None:
+        return end
+    was_skipped = float(batch.was_skipped)
+    if was_skipped == 0 or math.isnan(was_skipped):
         return end
     batch.rows["flags"][: batch.num_rows] |= np.uint16(Flag.SKIPPED)
     return msgspec.structs.replace(end, is_skipped=True)
