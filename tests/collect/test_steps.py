@@ -468,3 +468,36 @@ def test_compiled_model_that_is_attached_has_its_outer_borders(run: Path) -> Non
 
     assert [end.num_micro_steps for end in said.ends] == [1, 1, 1]
     assert len(said.of(1, "activation", "")) == len(said.of(1, "dgrad", "")) == 1
+
+
+def test_a_forward_that_is_captured_as_a_cuda_graph_belongs_to_no_step_and_replays_are_steps(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = iter([])
+    monkeypatch.setattr("sentinel.collect.hooks.recorder.is_capturing", lambda: next(captures, False))
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = sentinel.attach(model, optimizer)
+
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        monitor.log(at=step)
+    optimizer.zero_grad()
+    captures = iter([True])
+    loss_of(model, 2).backward()  # Recorded: nothing of it is computed, on a GPU.
+    for step in range(2, 5):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, step)
+        optimizer.step()
+        monitor.log(at=step)
+    monitor.detach()
+
+    said = Said(run)
+    assert [end.scalars["at"] for end in said.ends] == [0, 1, 2, 3, 4]
+    assert {health.code for health in said.health} == {"blind_forward"}
+    assert [bool(said.of(step, "activation")) for step in range(5)] == [True, True, False, False, False]
+    number = len(list(model.parameters()))
+    assert [len(said.of(step, "wgrad")) for step in range(5)] == [number] * 5
+    assert [said.of(step, "wgrad")[0]["max"] for step in range(2, 5)] == [2.0, 3.0, 4.0]
