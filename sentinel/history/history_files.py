@@ -24,7 +24,7 @@ def write_file(folder: Path, name: str, table: str, columns: Columns, *, level: 
     part = folder / f"{PART}{name}"
     fd = create_file(part, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
     with os.fdopen(fd, "wb") as file:
-        _write(arrow, file)
+        _write(arrow, file, is_hot=not level and table == "moments")
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
@@ -42,7 +42,9 @@ def write_file(folder: Path, name: str, table: str, columns: Columns, *, level: 
     )
 
 
-def _write(table: pa.Table, file: object) -> None:
+def _write(table: pa.Table, file: object, *, is_hot: bool) -> None:
+    """Write a table. is_hot: the file is soon merged into a larger one, so that a third of its size is given for half the
+    time, while somebody judges beside it."""
     floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
     encodings = dict.fromkeys(floats, "BYTE_STREAM_SPLIT")
     for name in ("step", "last_step", "decision"):
@@ -52,8 +54,8 @@ def _write(table: pa.Table, file: object) -> None:
         table,
         file,
         row_group_size=ROWS_PER_GROUP,
-        compression="zstd",
-        use_dictionary=[name for name in table.schema.names if name not in encodings],
+        compression="lz4" if is_hot else "zstd",
+        use_dictionary=not is_hot and [name for name in table.schema.names if name not in encodings],
         column_encoding=encodings,
         version="2.6",
         # What readers skip by. Bounds of floats exclude no row that a question wants.

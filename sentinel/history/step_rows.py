@@ -85,7 +85,7 @@ def moments_rows(steps: Sequence[MergedStep], ids: SeriesIds) -> Columns:
     attempts, numbers = np.array([one.attempt for one in steps], np.int32), np.array([one.step for one in steps], np.int64)
     order = np.lexsort((numbers[at_step], attempts[at_step], series))
     # As words: numpy copies records field by field, and asks Python of each.
-    words = np.concatenate([*(one.words for one in of_tensors), of_scalars.words])[order]
+    words = np.take(np.concatenate([*(one.words for one in of_tensors), of_scalars.words]), order, axis=0)
     moments = Moments(words.view(STATS_DTYPE).reshape(-1))
     columns = np.ascontiguousarray(words.T)
     count, nans, pos_infs, neg_infs, zeros = (columns[at].view(np.int64) for at in _COUNT_WORDS)
