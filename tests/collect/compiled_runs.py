@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 import sentinel
 
@@ -122,7 +121,7 @@ def train_compiled(
     orders: of steps 0, 1 and so on; the last one holds for all later steps too. folder: None: not attached.
     """
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -150,7 +149,7 @@ def train_compiled(
                 one.backward()
         optimizer.step()
         losses += [float(one.detach()) for one in waiting]
-        graphs.append(counters["stats"]["unique_graphs"])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     if monitor is not None:
         monitor.detach()
     said = None if folder is None else Said(folder / "run")

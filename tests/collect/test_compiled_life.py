@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import sentinel
@@ -34,7 +33,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
@@ -106,6 +105,7 @@ def test_a_model_attached_in_time_is_not_said_to_be_blind(tmp_path: Path) -> Non
     assert num_activations(training.said()) == [3, 10]  # The first block's input is not the embedding's output too.
 
 
+@pytest.mark.long
 def test_a_graph_for_cuda_graphs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def codes(folder: Path) -> set[str]:
         torch._dynamo.reset()
@@ -197,6 +197,7 @@ def test_detach_leaves_the_model_as_it_was_and_a_graph_without_ops(tmp_path: Pat
     assert not compiled_ops.on_root_traced and not compiled_ops.on_cuda_graph
 
 
+@pytest.mark.long
 def test_copies_are_nobodys_and_compile_without_ops(tmp_path: Path) -> None:
     training = Training(tmp_path)
     monitor = training.attach()

@@ -483,6 +483,7 @@ assert compiled(torch.zeros(1, 2)).tolist() == [[0.5, 0.5]]
 """
 
 
+@pytest.mark.long
 def test_functions_that_were_watched_are_still_known_to_the_compiler_afterwards(run: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", WATCHED_BEFORE_THERE_IS_AN_OPTIMIZER], capture_output=True, text=True)
 
