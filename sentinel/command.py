@@ -98,7 +98,7 @@ class TraceTensors(msgspec.Struct, frozen=True, kw_only=True, tag="TraceTensors"
     id: str
     seq: int
     at_step: int
-    kinds: tuple[str, ...] = ("actv",)
+    kinds: tuple[str, ...] = ("activation",)
     targets: tuple[str, ...] = ()
     """Names or globs of modules and parameters; empty: all."""
     trace: Trace = Trace()

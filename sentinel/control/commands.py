@@ -185,7 +185,7 @@ class RunCommands:
         *,
         at_step: int,
         now: float,
-        kinds: tuple[str, ...] = ("actv",),
+        kinds: tuple[str, ...] = ("activation",),
         targets: tuple[str, ...] = (),
         trace: Trace = Trace(),
         for_steps: int = 100,

@@ -58,7 +58,6 @@ class TraceWriter:
         if self._ring is None:
             self._ring = _found(folder)
             self._num_bytes = sum(size for _, size in self._ring)
-        self._make_room(trace.num_bytes)
         path = step_path(folder, head.step)
         try:
             size = write_tensors(path, stored, metadata)
@@ -70,10 +69,11 @@ class TraceWriter:
         else:
             self._ring.append((path, size))
             self._num_bytes += size
+            self._let_go(self._ring)
 
-    def _make_room(self, num_bytes: int) -> None:
-        ring = self._ring
-        while ring and self._num_bytes + num_bytes > self._ring_bytes:
+    def _let_go(self, ring: deque[tuple[Path, int]]) -> None:
+        """Delete the oldest steps past the bound; the newest stays, however large it is."""
+        while len(ring) > 1 and self._num_bytes > self._ring_bytes:
             path, size = ring.popleft()
             self._num_bytes -= size
             path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import sentinel
 from sentinel.cli.main import run_cli
-from sentinel.collect.probes import dump_writer
+from sentinel.collect.probes import copy_thread, dump_writer
 from sentinel.control.commands import RunCommands
 from sentinel.dump import HEAD_KEY, DumpHead, dump_path
 from sentinel.errors import ConfigError, WireError

@@ -62,7 +62,7 @@ class Training:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
         return self
 
     def end(self) -> None:
@@ -91,11 +91,11 @@ def test_what_is_shown_is_what_the_step_held(run: Path) -> None:
     shown = traced.training.shown  # type: ignore[attr-defined]
     assert [(one.head.step, one.head.rank) for one in found] == [(2, 0), (4, 0)]
     for step in found:
-        assert set(step.tensors) == {"actv/mlp/0", "actv/head/0", "tokens//0"}
+        assert set(step.tensors) == {"activation/mlp/0", "activation/head/0", "tokens//0"}
         for name in ("mlp", "head"):
-            assert np.array_equal(step.tensors[f"actv/{name}/0"], shown[name][step.head.step].numpy())
+            assert np.array_equal(step.tensors[f"activation/{name}/0"], shown[name][step.head.step].numpy())
         assert np.array_equal(step.tensors["tokens//0"], shown["tokens"][step.head.step][:, :-1].numpy())
-        assert step.head.tensors["actv/mlp/0"].shape == (3, 23, 64)
+        assert step.head.tensors["activation/mlp/0"].shape == (3, 23, 64)
         assert not step.head.left_out and step.head.num_dropped == 0
     assert not traced.training.monitor.recorder.recording.observers  # type: ignore[attr-defined]
 
@@ -107,7 +107,7 @@ def test_training_does_not_notice(run: Path, tmp_path: Path, monkeypatch: pytest
     for name in SIZES:
         monkeypatch.setenv("SENTINEL_RUN", f"run-{name}")
         where = run.parent / f"run-{name}"
-        found = traced(where, Trace(compressor=Compressor(name=name), tokens=True), kinds=("actv", "dgrad", "wgrad", "attention"))
+        found = traced(where, Trace(compressor=Compressor(name=name), tokens=True), kinds=("activation", "dgrad", "wgrad", "attention"))
         training = traced.training  # type: ignore[attr-defined]
         assert len(found) == 3
         assert training.losses == bare.losses
@@ -185,7 +185,6 @@ def test_a_disk_that_hangs_drops_steps_and_counts_them(run: Path, monkeypatch: p
 
 
 def test_torn_and_foreign_files_are_told(run: Path) -> None:
-    path = traced_path = None
     traced(run)
     path = trace_paths(run)[0].path
     whole = path.read_bytes()
@@ -196,7 +195,6 @@ def test_torn_and_foreign_files_are_told(run: Path) -> None:
     path.unlink()
     with pytest.raises(FileNotFoundError):
         read_trace(path)
-    assert traced_path is None
 
 
 # -- compressors, each against a slow reading ---------------------------------------------------------------------------
