@@ -240,8 +240,8 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Sum the bit patterns of params and reduced wgrads, so that replicas can be compared."""
     allow_commands: tuple[str, ...] = DEFAULT_COMMANDS
     """Commands of the daemon that this trainer carries out; empty: none. ChangeConfig is an edit of this file;
-    RequestAction reaches only code that calls `monitor.requests()`; DumpTensors and TraceTensors are obeyed only where they are
-    named here."""
+    RequestAction reaches only code that calls `monitor.requests()`; DumpTensors and TraceTensors are obeyed only where
+    they are named here."""
     dump: DumpConfig = DumpConfig()
     """Raw tensors."""
     trace: TraceConfig = TraceConfig()

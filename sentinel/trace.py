@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ SIZES: dict[str, int] = {"tile": 96, "projection": 3, "pca": 3, "top_k": 16, "hi
 """Compressor -> its size where none is given."""
 MOST_SIZES: dict[str, int] = {"tile": 512, "projection": 64, "pca": 8, "top_k": 1024, "histogram": 4096, "none": 1}
 REDUCTIONS: tuple[str, ...] = ("mean", "max", "min", "absmax")
-_NUMPY = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _FILE = re.compile(r"attempt(\d{1,9})/rank(\d{1,9})/step(\d{1,18})\.safetensors")
 
 
@@ -34,7 +34,7 @@ class Compressor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How a tensor becomes small, on its own device."""
 
     name: CompressorName = "tile"
-    """`tile`: each of the last two dimensions cut into `size` stretches, one number a tile; `projection`: of each token, onto
+    """`tile`: each of the last two dimensions cut into `size` stretches, one number a tile; `projection`: of each token onto
     `size` unit vectors drawn from `seed`; `pca`: of each token, onto the `size` directions in which tokens differ most;
     `top_k`: the `size` largest of the last dimension, and which they are; `histogram`: counts in `size` bins between the
     least and the greatest number; `none`: the whole tensor."""
@@ -61,6 +61,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """False: only what a step's first micro-batch shows."""
     tokens: bool = False
     """The whole numbers that the model is given, too."""
+
+
+AS_TILES = Trace()
 
 
 class TracedTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +158,7 @@ def _found(root: Path) -> Iterator[TracePath]:
 
 
 def read_trace(path: Path) -> TracedStep:
-    """Return the trace of one step. WireError for a file that is none, or torn; FileNotFoundError when the ring let it go."""
+    """Return the trace of one step. WireError for a file that is none, or torn; FileNotFoundError: the ring let it go."""
     file = read_tensor_file(path)
     try:
         head = msgspec.json.decode(file.metadata.get(HEAD_KEY, ""), type=TraceHead)

@@ -31,12 +31,13 @@ from sentinel.trace import (
 )
 
 _LOOK_S = 0.2
+_HINT = "does the trainer's config name TraceTensors in allow_commands?"
 
 
 @click.command()
 @click.argument("run", required=False)
 @click.option("--kinds", default="activation", show_default=True, metavar="KIND,...",
-              help=f"What is traced, among {', '.join(MEASURED_LABELS)}; attention: what each query attends to.")  # fmt: skip
+              help=f"Among {', '.join(MEASURED_LABELS)}; attention: what queries attend to.")  # fmt: skip
 @click.option("--targets", metavar="GLOB,...", help="Names of modules or parameters, `layers.3.attn`. Default: all.")
 @click.option("--compressor", default="tile", show_default=True, metavar="NAME[:SIZE]",
               help=f"How a tensor becomes small: {', '.join(SIZES)}.")  # fmt: skip
@@ -46,7 +47,7 @@ _LOOK_S = 0.2
 @click.option("--tokens", is_flag=True, help="The whole numbers that the model is given, too.")
 @click.option("--every-micro-step", is_flag=True, help="Every micro-batch of a step. Default: the first.")
 @click.option("--at-step", default="auto", show_default=True, metavar="N|auto",
-              help="First step that is meant, as the trainer counts. auto: the first that every rank can still obey.")  # fmt: skip
+              help="First step that is meant; auto: the first that every rank can still obey.")  # fmt: skip
 @click.option("--for-steps", type=click.IntRange(1), default=100, show_default=True, metavar="N", help="Steps it stands.")
 @click.option("--step-interval", type=click.IntRange(1), default=1, show_default=True, metavar="N",
               help="Trace every so many of them.")  # fmt: skip
@@ -127,10 +128,11 @@ def _follow(run_dir: Path, seen: set[TracePath], last_step: int | None, as_json:
         has_printed |= _print_all(fresh, as_json)
         progress = progress_of(run_dir, now)
         newest = progress.newest_step
-        if not fresh and (progress.why_unresponsive or (last_step is not None and newest is not None and newest > last_step)):
+        if not fresh and (
+            progress.why_unresponsive or (last_step is not None and newest is not None and newest > last_step)
+        ):
             if not has_printed:
-                to_stderr(progress.why_unresponsive or f"no rank of {run_dir} has traced anything: see `sentinel status`, and "
-                          "whether the trainer's config names TraceTensors in `allow_commands`")  # fmt: skip
+                to_stderr(progress.why_unresponsive or f"no rank of {run_dir} has traced anything: {_HINT}")
             return CLEAN if has_printed else FOUND
         time.sleep(_LOOK_S)
 

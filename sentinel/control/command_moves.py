@@ -9,10 +9,10 @@ from sentinel.command import (
     ChangeConfig,
     DisableMonitoring,
     DumpTensors,
-    TraceTensors,
     EnableMonitoring,
     Obeyed,
     RequestAction,
+    TraceTensors,
     WithdrawCommand,
 )
 from sentinel.control.command_status import CommandStatus

@@ -30,7 +30,7 @@ from sentinel.control.command_status import STATES, CommandStatus
 from sentinel.control.known_commands import KnownCommands
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
-from sentinel.trace import Trace
+from sentinel.trace import AS_TILES, Trace
 
 SCAN_INTERVAL_S = 0.2
 """Least seconds between two looks for commands that others wrote. Shorter: a remote directory, slow to list, is listed more
@@ -187,7 +187,7 @@ class RunCommands:
         now: float,
         kinds: tuple[str, ...] = ("activation",),
         targets: tuple[str, ...] = (),
-        trace: Trace = Trace(),
+        trace: Trace = AS_TILES,
         for_steps: int = 100,
         step_interval: int = 1,
         ranks: tuple[int, ...] = (),

@@ -54,8 +54,8 @@ def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
     """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more"} of a run.
 
     A step is {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
-    `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64, little-endian}.
-    The word of the picture itself is empty. SentinelError where a run has traced nothing.
+    `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64 of
+    little-endian numbers}. The word of the picture itself is empty. SentinelError where a run has traced nothing.
     """
     there = trace_paths(run_dir)
     if not there:

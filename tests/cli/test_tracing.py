@@ -19,13 +19,14 @@ def test_an_order_says_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixt
     small_run(tmp_path / "r").write(3)
 
     code = run_cli([
-        "trace", str(tmp_path / "r"), "--kinds", "activation,attention", "--targets", "layers.0,head", "--compressor", "top_k:5",
-        "--softmax", "--tokens", "--at-step", "20", "--for-steps", "7", "--step-interval", "2", "--ranks", "0,1", "--json",
+        "trace", str(tmp_path / "r"), "--kinds", "activation,attention", "--targets", "layers.0,head",
+        "--compressor", "top_k:5", "--softmax", "--tokens", "--at-step", "20", "--for-steps", "7", "--step-interval", "2",
+        "--ranks", "0,1", "--json",
     ])  # fmt: skip
 
     assert code in (0, 1)  # Whether the recorded ranks still count as there.
     said = json.loads(capsys.readouterr().out)
-    (_, command), = CommandFiles(tmp_path / "r" / "control").fresh()
+    ((_, command),) = CommandFiles(tmp_path / "r" / "control").fresh()
     assert isinstance(command, TraceTensors)
     assert said["id"] == command.id
     assert (command.at_step, command.for_steps, command.step_interval, command.ranks) == (20, 7, 2, (0, 1))

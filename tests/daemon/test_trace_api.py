@@ -34,9 +34,16 @@ def write(run_dir: Path, *, ranks: int = 2, steps: int = 5, attempt: int = 0, na
             picture = torch.full((2, 3), 1000.0 * rank + step)
             picture[0, 0] = torch.nan
             about = TracedTensor(
-                kind="activation", name=name, shape=(4, 96), dtype="bfloat16", compressor=Compressor(name="top_k"), parts=("indices",)
+                kind="activation",
+                name=name,
+                shape=(4, 96),
+                dtype="bfloat16",
+                compressor=Compressor(name="top_k"),
+                parts=("indices",),
             )
-            head = TraceHead(run="r", attempt=attempt, rank=rank, step=step, time=5.0, tensors={"key": about}, left_out={EVIL: EVIL})
+            head = TraceHead(
+                run="r", attempt=attempt, rank=rank, step=step, time=5.0, tensors={"key": about}, left_out={EVIL: EVIL}
+            )
             tensors = {"key": picture, "key:indices": torch.arange(6, dtype=torch.int32).reshape(2, 3)}
             writer.thread.submit(StepTrace(head, tensors, [], 48))
         assert writer.thread.close(10.0)
@@ -59,7 +66,12 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
     assert [(one["rank"], one["step"]) for one in answer["steps"]] == [(0, 4), (1, 4)]
     assert answer["ranks"] == [0, 1] and answer["attempt"] == 0 and not answer["has_more"]
     tensor = answer["steps"][1]["tensors"][0]
-    assert (tensor["kind"], tensor["name"], tensor["shape"], tensor["dtype"]) == ("activation", "layers.0", (4, 96), "bfloat16")
+    assert (tensor["kind"], tensor["name"], tensor["shape"], tensor["dtype"]) == (
+        "activation",
+        "layers.0",
+        (4, 96),
+        "bfloat16",
+    )
     expected = np.full((2, 3), 1004.0, "f4")
     expected[0, 0] = np.nan
     assert np.array_equal(numbers(tensor["pictures"][""]), expected, equal_nan=True)

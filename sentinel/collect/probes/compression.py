@@ -26,7 +26,7 @@ MOST_BYTES = 4 << 20
 
 
 def compressed(tensor: torch.Tensor, asked: Compressor) -> Parts:
-    """Return the picture of a tensor, which may share its memory. ValueError where there is none, or it would be too large."""
+    """Return the picture of a tensor, which may share its memory. ValueError where there is none, or it is too large."""
     if tensor.numel() == 0:
         raise ValueError("it has no elements")
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
@@ -66,7 +66,7 @@ def _stretches(x: torch.Tensor, dim: int, number: int, reduce: str) -> torch.Ten
         last = x.narrow(dim, length - 1, 1)
         fill = torch.zeros_like(last) if reduce == "mean" else last
         x = torch.cat([x, fill.expand(*x.shape[:dim], rest, *x.shape[dim + 1 :])], dim)
-    x = x.unflatten(dim, (number, each))
+    x = x.unflatten(dim, (number, each))  # type: ignore[no-untyped-call]
     if reduce == "mean":
         mean = x.mean(dim + 1)
         if rest:
@@ -92,7 +92,8 @@ def _directions(width: int, number: int, seed: int, device: torch.device) -> tor
     """Return [width, number] unit vectors, the same on every rank and in every step."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     drawn = torch.randn(width, number, generator=generator, device="cpu", dtype=torch.float64)
-    return (drawn / drawn.norm(dim=0)).float().to(device, non_blocking=True)
+    unit: torch.Tensor = drawn / drawn.square().sum(0).sqrt()
+    return unit.float().to(device, non_blocking=True)
 
 
 def _projection(tensor: torch.Tensor, asked: Compressor) -> Parts:

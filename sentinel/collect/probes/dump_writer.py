@@ -83,4 +83,3 @@ class DumpWriter:
         except OSError as error:
             code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "dump_failed"
             self._report(code, f"step {head.step} is not dumped: {path}: {error.strerror or error}", "dump")
-

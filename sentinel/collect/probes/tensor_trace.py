@@ -37,9 +37,7 @@ class TensorTrace:
         self._requests = CopyRequests(context.plan, Trace)
         config = context.config.trace
         self._in_flight_bytes = config.in_flight_bytes
-        self._writer = TraceWriter(
-            context.attempt.directory, config.ring_bytes, functools.partial(_report, context)
-        )
+        self._writer = TraceWriter(context.attempt.directory, config.ring_bytes, functools.partial(_report, context))
         self._num_taken = 0
         """Bytes ever handed over; those that wait are the ones that the thread has not counted."""
         self._num_dropped = 0
@@ -74,16 +72,16 @@ class TensorTrace:
     def _remove(self) -> None:
         self._leave_inputs()
         if not self._writer.thread.close(CLOSE_S):
-            _report(self._context, "trace_failed", f"traces were still on their way to the disk after {CLOSE_S:g} s", "close")
+            _report(
+                self._context, "trace_failed", f"traces were still on their way to the disk after {CLOSE_S:g} s", "close"
+            )
 
     # -- what passes -------------------------------------------------------------------------------------------------------
 
     def _look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
         """Take a tensor that a request of this step means."""
         asked = [
-            (request, trace)
-            for request, trace in self._requests.of(entry)
-            if micro_step <= 0 or trace.every_micro_step
+            (request, trace) for request, trace in self._requests.of(entry) if micro_step <= 0 or trace.every_micro_step
         ]
         if not asked or not self._context.is_measuring():
             return
@@ -107,9 +105,7 @@ class TensorTrace:
         self._asked.update(dict.fromkeys(request.command for request in asked if request.command))
         self._take("tokens", "", chunk.vpp_stage, tokens, micro_step, TOKENS)
 
-    def _take(
-        self, kind: str, name: str, chunk: int, tensor: torch.Tensor, micro_step: int, compressor: Compressor
-    ) -> None:
+    def _take(self, kind: str, name: str, chunk: int, tensor: torch.Tensor, micro_step: int, compressor: Compressor) -> None:
         key = base = key_of(kind, name, micro_step)
         again = 2
         while key in self._traced or key in self._left_out:
@@ -127,7 +123,7 @@ class TensorTrace:
             self._tensors[f"{key}:{word}" if word else key] = _to_host(part)
         self._traced[key] = TracedTensor(
             kind=kind, name=name, chunk=chunk, micro_step=micro_step, shape=tuple(local.shape),
-            dtype=str(local.dtype).removeprefix("torch."), compressor=compressor, parts=tuple(word for word in parts if word),
+            dtype=str(local.dtype).removeprefix("torch."), compressor=compressor, parts=tuple(filter(None, parts)),
         )  # fmt: skip
 
     def _rewind(self, chunk: Chunk) -> None:

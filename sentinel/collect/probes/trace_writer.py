@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import re
+import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from sentinel.collect.probes.copy_thread import CopyThread, bytes_of
 from sentinel.collect.probes.dump_writer import DTYPES
 from sentinel.dump import HEAD_KEY
 from sentinel.tensor_file import write_tensors
-from sentinel.trace import TraceHead, ring_dir, step_path
+from sentinel.trace import TRACES, TraceHead, ring_dir, step_path
 
+_ATTEMPT = re.compile(r"attempt(\d{1,9})")
 _STEP = re.compile(r"step(\d{1,18})\.safetensors")
 
 
@@ -57,6 +59,7 @@ class TraceWriter:
         metadata = {"format": "pt", HEAD_KEY: msgspec.json.encode(head).decode()}
         if self._ring is None:
             self._ring = _found(folder)
+            _forget_older(self._run_dir, head)
             self._num_bytes = sum(size for _, size in self._ring)
         path = step_path(folder, head.step)
         try:
@@ -77,6 +80,13 @@ class TraceWriter:
             path, size = ring.popleft()
             self._num_bytes -= size
             path.unlink(missing_ok=True)
+
+
+def _forget_older(run_dir: Path, head: TraceHead) -> None:
+    """Delete what this rank traced in attempts before the last one."""
+    own = {int(match[1]): one for one in (run_dir / TRACES).glob("attempt*") if (match := _ATTEMPT.fullmatch(one.name))}
+    for attempt in sorted(one for one in own if one < head.attempt)[:-1]:
+        shutil.rmtree(ring_dir(run_dir, attempt, head.rank), ignore_errors=True)
 
 
 def _found(folder: Path) -> deque[tuple[Path, int]]:

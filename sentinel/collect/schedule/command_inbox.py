@@ -159,7 +159,8 @@ class CommandInbox:
         elif isinstance(order, (DumpTensors, TraceTensors)):
             request = plan.requests.enable(
                 order.kinds, order.targets, per_micro_step=False, for_steps=order.for_steps, first_step=step,
-                command=order.id, step_interval=order.step_interval, copy=order.trace if isinstance(order, TraceTensors) else Dump(first_n=order.first_n),
+                command=order.id, step_interval=order.step_interval,
+                copy=order.trace if isinstance(order, TraceTensors) else Dump(first_n=order.first_n),
             )  # fmt: skip
             self._active[order.id] = request.ends_before
         elif isinstance(order, DescribeStructure):
@@ -199,6 +200,5 @@ def _check(command: Obeyed) -> None:
         raise ConfigError(f"step_interval must be at least 1, got {command.step_interval}")
     if isinstance(command, TraceTensors):
         check_compressor("trace.compressor", command.trace.compressor)
-    if isinstance(command, DumpTensors):
-        if command.first_n is not None and command.first_n < 1:
-            raise ConfigError(f"first_n must be at least 1, got {command.first_n}")
+    if isinstance(command, DumpTensors) and command.first_n is not None and command.first_n < 1:
+        raise ConfigError(f"first_n must be at least 1, got {command.first_n}")

@@ -20,7 +20,7 @@ class CopyRequests(Generic[CopyT]):
     def __init__(self, plan: Plan, sort: type[CopyT]) -> None:
         """sort: what the requests ask for."""
         self._plan = plan
-        self._sort = sort
+        self._sort: type[CopyT] = sort
 
     @property
     def standing(self) -> list[CopyT]:

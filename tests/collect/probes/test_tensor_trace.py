@@ -14,7 +14,7 @@ import sentinel
 from sentinel.collect.probes import compression, trace_writer
 from sentinel.control.commands import RunCommands
 from sentinel.errors import ConfigError, WireError
-from sentinel.trace import SIZES, Compressor, Trace, TracedStep, check_compressor, read_trace, trace_paths
+from sentinel.trace import AS_TILES, SIZES, Compressor, Trace, TracedStep, check_compressor, read_trace, trace_paths
 
 from ...support.spools import Said
 
@@ -70,11 +70,11 @@ class Training:
         self.monitor.detach()
 
 
-def order(run: Path, trace: Trace = Trace(), **changes: Any) -> str:
+def order(run: Path, trace: Trace = AS_TILES, **changes: Any) -> str:
     return RunCommands(run).trace_tensors(**{"at_step": 2, "for_steps": 3, "trace": trace, "now": 1.0, **changes}).id
 
 
-def traced(run: Path, trace: Trace = Trace(), config: dict[str, Any] | None = None, **changes: Any) -> list[TracedStep]:
+def traced(run: Path, trace: Trace = AS_TILES, config: dict[str, Any] | None = None, **changes: Any) -> list[TracedStep]:
     """Train 7 steps with an order for three of them."""
     training = Training(ALLOWED | (config or {})).steps(1)
     order(run, trace, **changes)
@@ -107,7 +107,9 @@ def test_training_does_not_notice(run: Path, tmp_path: Path, monkeypatch: pytest
     for name in SIZES:
         monkeypatch.setenv("SENTINEL_RUN", f"run-{name}")
         where = run.parent / f"run-{name}"
-        found = traced(where, Trace(compressor=Compressor(name=name), tokens=True), kinds=("activation", "dgrad", "wgrad", "attention"))
+        found = traced(
+            where, Trace(compressor=Compressor(name=name), tokens=True), kinds=("activation", "dgrad", "wgrad", "attention")
+        )
         training = traced.training  # type: ignore[attr-defined]
         assert len(found) == 3
         assert training.losses == bare.losses
@@ -154,8 +156,17 @@ def test_the_oldest_go_and_a_restart_goes_on_with_the_ring(run: Path, tmp_path: 
     assert sum(one.path.stat().st_size for one in left) <= 5000
 
 
-def step_trace(step: int) -> trace_writer.StepTrace:
-    head = trace_writer.TraceHead(run="r", attempt=0, rank=0, step=step, time=0.0)
+def test_of_older_attempts_one_is_kept(tmp_path: Path) -> None:
+    for attempt in range(4):
+        writer = trace_writer.TraceWriter(tmp_path, 2**20, lambda *said: pytest.fail(str(said)))
+        writer.thread.submit(step_trace(3, attempt))
+        assert writer.thread.close(5.0)
+
+    assert [one.attempt for one in trace_paths(tmp_path)] == [2, 3]
+
+
+def step_trace(step: int, attempt: int = 0) -> trace_writer.StepTrace:
+    head = trace_writer.TraceHead(run="r", attempt=attempt, rank=0, step=step, time=0.0)
     return trace_writer.StepTrace(head, {"x": torch.full((200,), float(step))}, [], 800)
 
 
@@ -208,7 +219,7 @@ def drawn(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(7, 10), (2, 5, 9), (2, 3, 100, 97), (11,), (), (40, 3, 3)])
 def test_tiles(reduce: str, shape: tuple[int, ...]) -> None:
     x = drawn(*shape)
-    x.view(-1)[: 1] = torch.nan
+    x.view(-1)[:1] = torch.nan
 
     found = compression.compressed(x, Compressor(name="tile", size=4, reduce=reduce))[""].numpy()
 
@@ -216,7 +227,10 @@ def test_tiles(reduce: str, shape: tuple[int, ...]) -> None:
     how = {"mean": np.mean, "max": np.max, "min": np.min, "absmax": lambda part: np.max(np.abs(part))}[reduce]
     rows, columns = (-(-size // min(4, size)) for size in plain.shape[1:])
     expected = [
-        [[how(one[r : r + rows, c : c + columns]) for c in range(0, one.shape[1], columns)] for r in range(0, one.shape[0], rows)]
+        [
+            [how(one[r : r + rows, c : c + columns]) for c in range(0, one.shape[1], columns)]
+            for r in range(0, one.shape[0], rows)
+        ]
         for one in plain
     ]
     assert np.allclose(found, expected, atol=1e-6, equal_nan=True)
