@@ -9,6 +9,7 @@ import msgspec
 from sentinel.bounds import MAX_RANKS, MAX_STEP
 from sentinel.errors import ConfigError
 from sentinel.kinds import MODULE_KINDS, labels
+from sentinel.trace import Trace
 
 ANY_ATTEMPT = -1
 ALARM_KINDS: tuple[str, ...] = tuple(sorted(labels(MODULE_KINDS)))
@@ -91,6 +92,26 @@ class DumpTensors(msgspec.Struct, frozen=True, kw_only=True, tag="DumpTensors"):
     attempt: int = ANY_ATTEMPT
 
 
+class TraceTensors(msgspec.Struct, frozen=True, kw_only=True, tag="TraceTensors"):
+    """Make small pictures of tensors as they pass, into `<run>/trace`. Obeyed only where the trainer's config allows it."""
+
+    id: str
+    seq: int
+    at_step: int
+    kinds: tuple[str, ...] = ("activation",)
+    targets: tuple[str, ...] = ()
+    """Names or globs of modules and parameters; empty: all."""
+    trace: Trace = Trace()
+    """How a tensor becomes small, and what besides."""
+    for_steps: int = 100
+    step_interval: int = 1
+    """Trace every this many steps, counted from at_step."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that are meant; empty: all."""
+    reason: str = ""
+    attempt: int = ANY_ATTEMPT
+
+
 class DescribeStructure(msgspec.Struct, frozen=True, kw_only=True, tag="DescribeStructure"):
     """Write down the model's structure as one step's first forward shows it, into `<run>/structure`."""
 
@@ -135,7 +156,9 @@ class WithdrawCommand(msgspec.Struct, frozen=True, kw_only=True, tag="WithdrawCo
     reason: str = ""
 
 
-Obeyed: TypeAlias = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure | RequestAction
+Obeyed: TypeAlias = (
+    EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | TraceTensors | DescribeStructure | RequestAction
+)
 """Commands that ranks obey at their step."""
 Command: TypeAlias = Obeyed | WithdrawCommand
 """Any command; the JSON field `type` names which."""

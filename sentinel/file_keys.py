@@ -20,9 +20,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     TRAINER: (
         "enabled", "kinds", "targets", "black_box", "per_micro_step", "start_step", "step_interval", "collect_times",
         "ranks", "stagger", "probes", "max_overhead", "at_step", "directory", "run", "labels", "blocks", "zero_eps",
-        "checksum", "allow_commands", "dump", "struct", "layer_offset", "name_map", "site_placements", "gradient_divisor",
-        "outside_probes", "max_rows",
-        "spool", "dump.end_step", "dump.first_n", "dump.quota_bytes", "dump.in_flight_bytes", "spool.max_bytes",
+        "checksum", "allow_commands", "dump", "trace", "struct", "layer_offset", "name_map", "site_placements",
+        "gradient_divisor", "outside_probes", "max_rows",
+        "spool", "dump.end_step", "dump.first_n", "dump.quota_bytes", "dump.in_flight_bytes", "trace.ring_bytes",
+        "trace.in_flight_bytes", "spool.max_bytes",
         "spool.file_bytes", "spool.queue_bytes",
     ),
     DAEMON: (

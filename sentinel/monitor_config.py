@@ -27,9 +27,12 @@ from sentinel.typed_document import locate, parse_named, read_struct
 SITE_PLACEMENTS = ("shard", "replicate", "partial", "unknown")
 """Placements that the key `site_placements` may give to an activation that is no DTensor."""
 MEASURED_LABELS = tuple(kind.label for kind in MEASURED_KINDS)
-COMMANDS = ("EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "RequestAction", "DumpTensors")
-DEFAULT_COMMANDS = COMMANDS[:-1]
-"""Commands allowed by default. DumpTensors is not: raw tensors are training data and fill disks."""
+COMMANDS = (
+    "EnableMonitoring", "DisableMonitoring", "ChangeConfig", "DescribeStructure", "RequestAction", "DumpTensors",
+    "TraceTensors",
+)  # fmt: skip
+DEFAULT_COMMANDS = COMMANDS[:-2]
+"""Commands allowed by default. DumpTensors and TraceTensors are not: what they write tells of the training data."""
 PROBE_GROUP = "sentinel.probes"
 """Group of entry points: the name under `outside_probes` -> a class, or another callable, that is given a ProbeContext."""
 MAX_CONFIG_BYTES = 2**20
@@ -202,6 +205,20 @@ class DumpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"dump.end_step must be at least dump.start_step ({self.start_step}), got {self.end_step}")
 
 
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces: small pictures of tensors, which a command asks for (`allow_commands`: TraceTensors)."""
+
+    ring_bytes: int = 64 * 2**20
+    """Most bytes of traces that a rank keeps on disk in an attempt; past it the oldest steps go."""
+    in_flight_bytes: int = 64 * 2**20
+    """Most bytes held in memory on their way to the disk; a step past it is dropped, and counted."""
+
+    def __post_init__(self) -> None:
+        for key in ("ring_bytes", "in_flight_bytes"):
+            if getattr(self, key) < 2**20:
+                raise ConfigError(f"trace.{key} must be at least {2**20}, got {getattr(self, key)}")
+
+
 class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What attach measures. Every field has a default: `attach(model, optimizer)` needs no config."""
 
@@ -223,9 +240,12 @@ class MonitorConfig(Measurement, frozen=True, kw_only=True, forbid_unknown_field
     """Sum the bit patterns of params and reduced wgrads, so that replicas can be compared."""
     allow_commands: tuple[str, ...] = DEFAULT_COMMANDS
     """Commands of the daemon that this trainer carries out; empty: none. ChangeConfig is an edit of this file;
-    RequestAction reaches only code that calls `monitor.requests()`; DumpTensors is obeyed only where it is named here."""
+    RequestAction reaches only code that calls `monitor.requests()`; DumpTensors and TraceTensors are obeyed only where
+    they are named here."""
     dump: DumpConfig = DumpConfig()
     """Raw tensors."""
+    trace: TraceConfig = TraceConfig()
+    """Small pictures of tensors while it trains."""
     outside_probes: tuple[str, ...] = ()
     """Probes of other packages that run beside Sentinel's own, by the names of their entry points (`sentinel.probes`)."""
     struct: bool = False

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "sentinel"
 NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
-    "config_file", "document", "monitor_config", "target", "dump", "tensor_file", "structure_file", "reference",
+    "config_file", "document", "monitor_config", "target", "dump", "trace", "tensor_file", "structure_file", "reference",
     "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
     "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",

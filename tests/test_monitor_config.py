@@ -63,7 +63,7 @@ def test_a_fixed_key_cannot_change_and_is_named(key: str) -> None:
         "directory": "elsewhere", "run": "other", "blocks": "[a]", "zero_eps": "0.5", "checksum": "false",
         "allow_commands": "[]", "layer_offset": "3", "name_map": "{a: b}", "max_rows": "2048", "gradient_divisor": "1",
         "outside_probes": "[a]", "spool": "{max_bytes: 999999999}", "site_placements": "{a: {tp: shard}}",
-        "dump": "{kinds: [param]}", "struct": "true", "labels": "{team: nlp}",
+        "dump": "{kinds: [param]}", "trace": "{ring_bytes: 2000000}", "struct": "true", "labels": "{team: nlp}",
     }[key]  # fmt: skip
     text = f"# comment\n{key}: {other}\n".encode()
 

@@ -19,6 +19,7 @@ from sentinel.command import (
     DumpTensors,
     EnableMonitoring,
     RequestAction,
+    TraceTensors,
 )
 from sentinel.control.commands import RunCommands
 from sentinel.control.edits import PERSON_LATENCY_S
@@ -169,7 +170,7 @@ def warn_if_unresponsive(run_dir: Path, progress: RunProgress) -> int:
 
 def show(
     run_dir: Path,
-    command: EnableMonitoring | DisableMonitoring | DumpTensors | DescribeStructure | RequestAction,
+    command: EnableMonitoring | DisableMonitoring | DumpTensors | TraceTensors | DescribeStructure | RequestAction,
     as_json: bool,
 ) -> None:
     """Print the command that was written, for people or as JSON."""

@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "enable": ("sentinel.cli.control:enable", "Switch monitoring on in a run that trains."),
     "disable": ("sentinel.cli.control:disable", "Switch monitoring off again."),
     "dump": ("sentinel.cli.control:dump", "Have a run that trains write raw tensors."),
+    "trace": ("sentinel.cli.tracing:trace", "Have a run that trains make small pictures of its tensors, live."),
     "request": ("sentinel.cli.ask_trainer:request", "Ask a trainer for a checkpoint, to skip batches, or to pause."),
     "struct": ("sentinel.cli.struct:struct", "Show a model's structure as its ranks see it."),
     "notify": ("sentinel.cli.notify:notify", "Try out notifications."),

@@ -25,6 +25,7 @@ from sentinel.command import (
     DumpTensors,
     EnableMonitoring,
     RequestAction,
+    TraceTensors,
     WithdrawCommand,
     bounded,
 )
@@ -32,8 +33,8 @@ from sentinel.errors import ConfigError, StoreError
 from sentinel.private_files import create_file, make_directory
 
 CommandT = TypeVar(
-    "CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, DumpTensors, DescribeStructure, RequestAction,
-    WithdrawCommand,
+    "CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, DumpTensors, TraceTensors, DescribeStructure,
+    RequestAction, WithdrawCommand,
 )  # fmt: skip
 _FILE = re.compile(r"(\d{6,})\.json")
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

@@ -12,6 +12,7 @@ from sentinel.command import (
     EnableMonitoring,
     Obeyed,
     RequestAction,
+    TraceTensors,
     WithdrawCommand,
 )
 from sentinel.control.command_status import CommandStatus
@@ -57,7 +58,7 @@ def next_move(status: CommandStatus, ended: Mapping[int, int], now: float, expir
             return Move("partial", f"too late on {_ranks(failed)}")
         return Move("applied") if live and len(set(obeying)) == len(live) else None
     if status.state in ("applied", "partial") and live:
-        if not isinstance(command, (EnableMonitoring, DumpTensors)):
+        if not isinstance(command, (EnableMonitoring, DumpTensors, TraceTensors)):
             return Move("ended")
         is_done = all(
             answer in ("ended", "missed", "refused") or is_over(command, ended[rank] + 1) for rank, answer in acks.items()

@@ -19,6 +19,7 @@ from sentinel.command import (
     DumpTensors,
     EnableMonitoring,
     RequestAction,
+    TraceTensors,
     TrainerAction,
     WithdrawCommand,
     bounded,
@@ -29,6 +30,7 @@ from sentinel.control.command_status import STATES, CommandStatus
 from sentinel.control.known_commands import KnownCommands
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
+from sentinel.trace import AS_TILES, Trace
 
 SCAN_INTERVAL_S = 0.2
 """Least seconds between two looks for commands that others wrote. Shorter: a remote directory, slow to list, is listed more
@@ -178,6 +180,34 @@ class RunCommands:
             source, key, now,
         )  # fmt: skip
 
+    def trace_tensors(
+        self,
+        *,
+        at_step: int,
+        now: float,
+        kinds: tuple[str, ...] = ("activation",),
+        targets: tuple[str, ...] = (),
+        trace: Trace = AS_TILES,
+        for_steps: int = 100,
+        step_interval: int = 1,
+        ranks: tuple[int, ...] = (),
+        reason: str = "",
+        source: str = "cli",
+        key: str = "",
+    ) -> TraceTensors:
+        """Write an order to trace tensors from `at_step` on; the one already written when `key` was used before."""
+        known = self.known.find(key)
+        if known is not None and isinstance(known.command, TraceTensors):
+            return known.command
+        return self._write(
+            lambda seq: TraceTensors(
+                id=command_id(seq, at_step, key or repr(now)), seq=seq, at_step=at_step, kinds=kinds, targets=targets,
+                trace=trace, for_steps=for_steps, step_interval=step_interval, ranks=ranks, reason=reason,
+                attempt=self.attempt,
+            ),
+            source, key, now,
+        )  # fmt: skip
+
     def describe(
         self, *, at_step: int, now: float, ranks: tuple[int, ...] = (), reason: str = "", source: str = "cli"
     ) -> DescribeStructure:
@@ -305,7 +335,7 @@ class RunCommands:
         for status in self.known:
             command = status.command
             if (
-                isinstance(command, (EnableMonitoring, DumpTensors))
+                isinstance(command, (EnableMonitoring, DumpTensors, TraceTensors))
                 and status.state in ("issued", "armed", "applied", "partial")
                 and command.seq < disable.seq
                 and (not disable.kinds or set(command.kinds) <= set(disable.kinds))

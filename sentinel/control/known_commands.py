@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from sentinel.command import DumpTensors, EnableMonitoring
+from sentinel.command import DumpTensors, EnableMonitoring, TraceTensors
 from sentinel.control.command_status import CommandStatus
 
 MAX_REMEMBERED = 1000
@@ -81,6 +81,6 @@ class KnownCommands:
         ]
 
 
-def is_over(command: EnableMonitoring | DumpTensors, step: int) -> bool:
+def is_over(command: EnableMonitoring | DumpTensors | TraceTensors, step: int) -> bool:
     """Return whether an order ended before a step by itself."""
     return command.for_steps is not None and step >= command.at_step + command.for_steps

@@ -25,8 +25,9 @@ from sentinel.messages import Ack
 from sentinel.record import KIND_LABELS
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
+from sentinel.trace import Trace, check_compressor
 
-ACTIONS = ("enable", "disable", "dump", "describe", "request", "withdraw")
+ACTIONS = ("enable", "disable", "dump", "trace", "describe", "request", "withdraw")
 """What a person may ask for over HTTP."""
 COMMANDS_FACT = "commands"
 EDITS_FACT = "config"
@@ -49,9 +50,11 @@ class ControlRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None: the first step that every rank can still obey."""
     reason: str = ""
     step_interval: int = 1
-    """dump: every this many steps."""
+    """dump, trace: every this many steps."""
     first_n: int | None = None
     """dump: only the first so many elements of each dimension; None: all."""
+    trace: Trace = Trace()
+    """trace: how tensors become small."""
     request: TrainerAction | None = None
     """request: what the trainer is asked for."""
     num_batches: int = 1
@@ -71,6 +74,7 @@ class ControlRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"step_interval must be at least 1, got {self.step_interval}")
         if self.first_n is not None and self.first_n < 1:
             raise ConfigError(f"first_n must be at least 1, got {self.first_n}")
+        check_compressor("trace.compressor", self.trace.compressor)
         if self.num_batches < 1:
             raise ConfigError(f"num_batches must be at least 1, got {self.num_batches}")
         if not 0 < self.for_s < math.inf:
@@ -194,6 +198,12 @@ class Commanding:
                     at_step=at_step, now=now, kinds=order.kinds or ("wgrad",), targets=order.targets, ranks=order.ranks,
                     for_steps=order.for_steps or 1, step_interval=order.step_interval, first_n=order.first_n,
                     reason=reason, source="http",
+                )  # fmt: skip
+            elif action == "trace":
+                command = self._commands.trace_tensors(
+                    at_step=at_step, now=now, kinds=order.kinds or ("activation",), targets=order.targets, ranks=order.ranks,
+                    trace=order.trace, for_steps=order.for_steps or 100, step_interval=order.step_interval, reason=reason,
+                    source="http",
                 )  # fmt: skip
             elif action == "request":
                 if order.request is None:

@@ -20,6 +20,7 @@ from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
+from sentinel.daemon.trace_api import TraceRequest, traced
 from sentinel.errors import StoreError
 from sentinel.incident import Incident
 from sentinel.judge.packs import RulePacks
@@ -208,6 +209,10 @@ class ServedApi:
     def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
         """Return one statistic of many tensors over steps, out of the history."""
         return self._history.heatmap(self._run_dir(request.run), request)
+
+    def traces(self, request: TraceRequest) -> dict[str, Any]:
+        """Return pictures of tensors that the ranks of a run have made."""
+        return traced(self._run_dir(request.run), request)
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""

@@ -20,6 +20,7 @@ from sentinel.collect.probes.raw_tensors import TensorDump
 from sentinel.collect.probes.router import RouterProbe
 from sentinel.collect.probes.saturation import SaturationProbe
 from sentinel.collect.probes.structure_print import StructurePrint
+from sentinel.collect.probes.tensor_trace import TensorTrace
 from sentinel.collect.probes.update import Update
 from sentinel.collect.probes.weight_spectrum import WeightSpectrum
 from sentinel.collect.probes.wgrad_unreduced import WgradUnreduced
@@ -33,6 +34,7 @@ PROBES: tuple[Probe, ...] = (
     OptimizerState,
     Communication,
     TensorDump,
+    TensorTrace,
     StructurePrint,
     Attention,
     RouterProbe,

@@ -15,14 +15,16 @@ from sentinel.collect.hooks.backwards import in_backward
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.parallel.placements import axes_of, is_dtensor, is_shard, local_of
 from sentinel.collect.probes.attention_calls import Attended, calls
-from sentinel.collect.probes.attention_scores import AttentionScores, Logits, measure
+from sentinel.collect.probes.attention_scores import AttentionScores, Logits, attention_map, measure
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.derived import describe_site
 from sentinel.collect.probes.prepared_rows import observe_some
 from sentinel.collect.rows.tensor_table import TensorEntry
+from sentinel.collect.schedule.copy_requests import CopyRequests
 from sentinel.place import strip_wrappers
 from sentinel.record import Kind
 from sentinel.target import Target
+from sentinel.trace import Trace
 
 QUANTITIES = ("entropy", "max_logit")
 ATTENTIVE = re.compile(r"att(n|en)|mha", re.IGNORECASE)
@@ -57,6 +59,7 @@ class Attention:
         self._is_written: dict[int, bool] = {}
         """Id of a module -> whether its softmax is that of attention."""
         self._entries: dict[tuple[int, str], TensorEntry] = {}
+        self._traces = CopyRequests(context.plan, Trace)
         context.events.planned.subscribe("attention", self._plan)
         context.events.begun.subscribe("attention", self._begin)
         context.events.ending.subscribe("attention", self._end)
@@ -189,6 +192,10 @@ class Attention:
             heads = self._heads(chunk, name, module)
             if heads and asked.shape[1] != heads and asked.shape[1] % heads == 0:
                 asked = _split(asked, heads)
+        if self._traces.of(entries[0]):
+            # No row is made of it: whoever traces is shown what each query attends to.
+            shown_as = self._entry(chunk, name + ":scores" + (f":{number}" if number else ""))
+            context.recording.show(shown_as, attention_map(asked), chunk.micro_step)
         measured = measure(asked)
         per_head = measured.of_heads()
         values = ((measured.entropy, measured.counts), (measured.largest, measured.largest != -torch.inf))

@@ -17,6 +17,8 @@ MOST_ROWS = 1 << 18
 """Most queries of all heads and samples taken in one call; a bound on time and memory where keys are few."""
 BLOCK_LOGITS = 1 << 21
 """Logits formed in one go: 8 MiB of fp32."""
+MAP_HEADS, MAP_QUERIES = 16, 512
+"""Most heads and queries of which a trace shows what they attend to."""
 BLOCK_KEYS = 1 << 22
 """Elements of keys converted in one go: 16 MiB of fp32."""
 
@@ -158,6 +160,20 @@ def measure(scores: AttentionScores | Logits) -> Measured:
     )
     counts = ~(top <= scores.floor)
     return Measured(entropy, counts, torch.where(counts, top, -torch.inf).amax(-1))
+
+
+def attention_map(scores: AttentionScores | Logits) -> torch.Tensor:
+    """Return what queries of the first sample give each key: [heads, queries, keys] fp32, rows of a query that is masked
+    throughout NaN. At most MAP_HEADS heads and MAP_QUERIES queries, evenly spread; fewer where keys are many."""
+    _, heads, queries, keys = scores.shape
+    rows = max(1, min(queries, MAP_QUERIES, BLOCK_LOGITS // max(1, keys)))
+    at = _strided(queries, rows, scores)
+    with torch.no_grad(), torch.autocast(at.device.type, enabled=False):
+        maps = [
+            scores.block(slice(0, 1), slice(head, head + 1), at, slice(0, keys))[0, 0].softmax(-1)
+            for head in range(min(heads, MAP_HEADS))
+        ]
+        return torch.stack(maps).float()
 
 
 def _strided(queries: int, rows: int, scores: AttentionScores | Logits) -> torch.Tensor:

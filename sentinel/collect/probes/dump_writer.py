@@ -1,11 +1,9 @@
-"""The thread that writes dumps: waits for copies, counts bytes against the quota, and leaves no partial file behind."""
+"""Dumps on their way to the disk: bytes are counted against the quota, and no partial file is left behind."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import queue
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from sentinel.collect.probes.copy_thread import CopyThread, bytes_of
 from sentinel.dump import DUMPS, HEAD_KEY, DumpHead, dump_path
 from sentinel.tensor_file import header_of, total_bytes, write_tensors
 
@@ -38,7 +37,7 @@ class StepDump:
 
 
 class DumpWriter:
-    """Writes what `submit` hands over, in order. Its thread begins with the first dump."""
+    """Writes what `submit` hands over, in order, on a thread of its own."""
 
     def __init__(self, run_dir: Path, quota_bytes: int, report: Callable[[str, str, str], None]) -> None:
         """run_dir: dumps lie below it. quota_bytes: most bytes of dumps that this rank writes, over all attempts.
@@ -47,47 +46,19 @@ class DumpWriter:
         """
         self.is_full = False
         """The quota is used up: nothing more need be copied."""
-        self.num_written = 0
-        """Bytes that no longer wait, written or given up. Only this thread changes it."""
         self._run_dir = run_dir
         self._quota_bytes = quota_bytes
         self._report = report
-        self._queue: queue.SimpleQueue[StepDump | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._used: int | None = None
+        self.thread: CopyThread[StepDump] = CopyThread("sentinel-dump", self._write, self._failed)
 
-    def submit(self, dump: StepDump) -> None:
-        """Queue the tensors of a step for writing. Does not wait."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sentinel-dump", daemon=True)
-            self._thread.start()
-        self._queue.put(dump)
-
-    def close(self, timeout_s: float) -> bool:
-        """Write what is queued and end the thread; return False where that takes more than `timeout_s`."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return True
-        self._queue.put(None)
-        thread.join(timeout_s)
-        return not thread.is_alive()
-
-    def _run(self) -> None:
-        while (dump := self._queue.get()) is not None:
-            try:
-                self._write(dump)
-            except Exception as error:
-                self._report("dump_failed", f"step {dump.head.step}: {type(error).__name__}: {error}", "")
-            finally:
-                self.num_written += dump.num_bytes
-            del dump
+    def _failed(self, dump: StepDump, error: Exception) -> None:
+        self._report("dump_failed", f"step {dump.head.step}: {type(error).__name__}: {error}", "")
 
     def _write(self, dump: StepDump) -> None:
         head = dump.head
-        for event in dump.events:
-            event.synchronize()
         stored = {
-            name: (DTYPES[tensor.dtype], tuple(tensor.shape), _bytes_of(tensor)) for name, tensor in dump.tensors.items()
+            name: (DTYPES[tensor.dtype], tuple(tensor.shape), bytes_of(tensor)) for name, tensor in dump.tensors.items()
         }
         metadata = {"format": "pt", HEAD_KEY: msgspec.json.encode(head).decode()}
         start, _ = header_of({name: one[:2] for name, one in stored.items()}, metadata)
@@ -112,7 +83,3 @@ class DumpWriter:
         except OSError as error:
             code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "dump_failed"
             self._report(code, f"step {head.step} is not dumped: {path}: {error.strerror or error}", "dump")
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""

@@ -10,11 +10,12 @@ import torch
 from sentinel.collect.hooks.chunk import Chunk
 from sentinel.collect.kernels.tensor_memory import plain
 from sentinel.collect.probes.context import ProbeContext
+from sentinel.collect.probes.copy_thread import events_behind
 from sentinel.collect.probes.dump_pieces import piece_of
 from sentinel.collect.probes.dump_writer import DTYPES, DumpWriter, StepDump
 from sentinel.collect.rows.recording import Observer
 from sentinel.collect.rows.tensor_table import TensorEntry
-from sentinel.collect.schedule.dump_requests import DumpRequests
+from sentinel.collect.schedule.copy_requests import CopyRequests
 from sentinel.collect.schedule.wishes import Dump, Request
 from sentinel.dump import DumpHead, Piece, key_of
 from sentinel.kinds import BACKWARD_KINDS, FORWARD_KINDS
@@ -29,7 +30,7 @@ class TensorDump:
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        self._requests = DumpRequests(context.plan)
+        self._requests = CopyRequests(context.plan, Dump)
         self._recording = context.recording
         config = context.config.dump
         self._in_flight_bytes = config.in_flight_bytes
@@ -50,7 +51,7 @@ class TensorDump:
             context.plan.requests.enable(
                 config.kinds, config.targets, per_micro_step=False, first_step=config.start_step,
                 for_steps=None if last is None else last - config.start_step + 1, step_interval=config.step_interval,
-                dump=Dump(first_n=config.first_n),
+                copy=Dump(first_n=config.first_n),
             )  # fmt: skip
         self._observer = Observer("dump", self._look)
         events = context.events
@@ -61,10 +62,11 @@ class TensorDump:
 
     def _planned(self) -> None:
         observers = self._recording.observers
-        if self._requests.may_come and not self._is_installed:
+        may_come = bool(self._requests.standing)
+        if may_come and not self._is_installed:
             self._is_installed = True
             observers.append(self._observer)
-        elif not self._requests.may_come and self._is_installed:
+        elif not may_come and self._is_installed:
             self._is_installed = False
             observers.remove(self._observer)
 
@@ -72,7 +74,7 @@ class TensorDump:
         if self._is_installed:
             self._is_installed = False
             self._recording.observers.remove(self._observer)
-        if not self._writer.close(CLOSE_S):
+        if not self._writer.thread.close(CLOSE_S):
             _report(self._context, "dump_failed", f"dumps were still on their way to the disk after {CLOSE_S:g} s", "close")
 
     def _look(self, entry: TensorEntry, tensor: torch.Tensor, micro_step: int) -> None:
@@ -91,8 +93,10 @@ class TensorDump:
             # What cannot be copied must neither end the step's dump nor stay unsaid.
             self._left_out[key] = f"{type(error).__name__}: {error}"[:300]
 
-    def _take(self, key: str, entry: TensorEntry, tensor: torch.Tensor, micro_step: int, requests: list[Request]) -> None:
-        limits = [one.dump.first_n for one in requests if one.dump is not None]
+    def _take(
+        self, key: str, entry: TensorEntry, tensor: torch.Tensor, micro_step: int, requests: list[tuple[Request, Dump]]
+    ) -> None:
+        limits = [dump.first_n for _, dump in requests]
         first_n = None if None in limits else max(one for one in limits if one is not None)
         local = plain(tensor)
         if local.dtype not in DTYPES:
@@ -102,7 +106,7 @@ class TensorDump:
         if self._writer.is_full:
             self._left_out[key] = "dump.quota_bytes is used up"
             return
-        if self._num_taken - self._writer.num_written + num_bytes > self._in_flight_bytes:
+        if self._num_taken - self._writer.thread.num_written + num_bytes > self._in_flight_bytes:
             self._left_out[key] = f"more than dump.in_flight_bytes ({self._in_flight_bytes}) were on their way to the disk"
             return
         whole = self._param(entry)
@@ -113,7 +117,7 @@ class TensorDump:
         self._num_taken += num_bytes
         self._num_bytes += num_bytes
         self._first_n = None if first_n is None or self._first_n is None else max(self._first_n, first_n)
-        self._asked.update(dict.fromkeys(one.command for one in requests if one.command))
+        self._asked.update(dict.fromkeys(one.command for one, _ in requests if one.command))
 
     def _param(self, entry: TensorEntry) -> Any:
         """Return the parameter that an entry belongs to, for its placements; None: it belongs to none."""
@@ -146,7 +150,8 @@ class TensorDump:
             message = f"{len(self._left_out)} tensors of a step are not dumped, the first {key}: {why}"
             _report(self._context, "dump_incomplete", message, why[:60])
         if self._pieces:
-            self._writer.submit(StepDump(self._head(), self._tensors, _events(self._tensors.values()), self._num_bytes))
+            events = events_behind(self._tensors.values())
+            self._writer.thread.submit(StepDump(self._head(), self._tensors, events, self._num_bytes))
         self._pieces, self._tensors, self._left_out, self._asked = {}, {}, {}, {}
         self._first_n, self._num_bytes = 0, 0
 
@@ -179,15 +184,3 @@ def _copied(part: torch.Tensor) -> torch.Tensor:
         return part.clone(memory_format=torch.contiguous_format)
     pinned = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(part, non_blocking=True)
-
-
-def _events(tensors: Any) -> list[Any]:
-    """Return an event behind the copies of each accelerator; none on a CPU."""
-    if not any(tensor.is_pinned() for tensor in tensors if torch.accelerator.is_available()):
-        return []
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    module = torch.get_device_module(device)
-    event = module.Event()
-    event.record(module.current_stream())
-    return [event]

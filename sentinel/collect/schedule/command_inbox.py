@@ -17,14 +17,16 @@ from sentinel.command import (
     EnableMonitoring,
     Obeyed,
     RequestAction,
+    TraceTensors,
     WithdrawCommand,
 )
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
 from sentinel.monitor_config import Measurement, measurement_of
 from sentinel.target import resolve
+from sentinel.trace import check_compressor
 
-Planned = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | DescribeStructure
+Planned = EnableMonitoring | DisableMonitoring | ChangeConfig | DumpTensors | TraceTensors | DescribeStructure
 """Commands that change what is measured."""
 FROM_FILE = "file-"
 """How the id of a command begins that a rank made for itself from its config file."""
@@ -154,10 +156,11 @@ class CommandInbox:
                 first_step=step, command=order.id,
             )  # fmt: skip
             self._active[order.id] = request.ends_before
-        elif isinstance(order, DumpTensors):
+        elif isinstance(order, (DumpTensors, TraceTensors)):
             request = plan.requests.enable(
                 order.kinds, order.targets, per_micro_step=False, for_steps=order.for_steps, first_step=step,
-                command=order.id, step_interval=order.step_interval, dump=Dump(first_n=order.first_n),
+                command=order.id, step_interval=order.step_interval,
+                copy=order.trace if isinstance(order, TraceTensors) else Dump(first_n=order.first_n),
             )  # fmt: skip
             self._active[order.id] = request.ends_before
         elif isinstance(order, DescribeStructure):
@@ -193,8 +196,9 @@ def _check(command: Obeyed) -> None:
         return
     if command.for_steps is not None and command.for_steps < 1:
         raise ConfigError(f"for_steps must be at least 1, got {command.for_steps}")
-    if isinstance(command, DumpTensors):
-        if command.step_interval < 1:
-            raise ConfigError(f"step_interval must be at least 1, got {command.step_interval}")
-        if command.first_n is not None and command.first_n < 1:
-            raise ConfigError(f"first_n must be at least 1, got {command.first_n}")
+    if isinstance(command, (DumpTensors, TraceTensors)) and command.step_interval < 1:
+        raise ConfigError(f"step_interval must be at least 1, got {command.step_interval}")
+    if isinstance(command, TraceTensors):
+        check_compressor("trace.compressor", command.trace.compressor)
+    if isinstance(command, DumpTensors) and command.first_n is not None and command.first_n < 1:
+        raise ConfigError(f"first_n must be at least 1, got {command.first_n}")

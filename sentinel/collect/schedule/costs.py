@@ -25,6 +25,7 @@ PROBE_KINDS: dict[str, tuple[Kind, ...]] = {
     "histogram": (),
     "structure": (),
     "dump": (),
+    "trace": (),
 }
 """Name of a probe -> the kinds that it measures, where these are not the one that it is named after."""
 

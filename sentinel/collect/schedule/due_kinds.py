@@ -21,8 +21,8 @@ class Due(NamedTuple):
     """Kinds of which it measures all tensors."""
     left_out: frozenset[Kind] = frozenset()
     """Kinds that it does not measure for what they cost."""
-    dumping: tuple[Request, ...] = ()
-    """Requests that have tensors written as they are."""
+    copying: tuple[Request, ...] = ()
+    """Requests that take copies of tensors."""
 
 
 class DueKinds:
@@ -63,5 +63,5 @@ def _sum_of(wishes: Sequence[Wish], gone: Collection[Kind], rare: Sequence[Kind]
             due |= kinds
             whole |= kinds if wish.stagger == 1 and not wish.targets else frozenset()
     asked = [wish.request for wish in wishes if wish.is_due and wish.request is not None]
-    dumping = tuple(request for request in asked if request.dump is not None)
-    return Due(frozenset(map(int, due)), frozenset(map(int, whole)), frozenset(left_out - due), dumping)
+    copying = tuple(request for request in asked if request.copy is not None)
+    return Due(frozenset(map(int, due)), frozenset(map(int, whole)), frozenset(left_out - due), copying)

@@ -37,8 +37,8 @@ class Plan:
         """Something is amiss on this rank: these intervals are not heeded for now."""
         self.left_out: frozenset[Kind] = frozenset()
         """Kinds that the running step does not measure because of them."""
-        self.dumping: Sequence[Request] = ()
-        """Requests that have tensors of the running step written as they are."""
+        self.copying: Sequence[Request] = ()
+        """Requests that take copies of tensors of the running step."""
         self._rank = rank
         self._step = 0
         """The running step, or the one that comes next."""
@@ -110,7 +110,7 @@ class Plan:
         rare = [kind for kind, every in self.intervals.items() if self._step % every and kind not in self._taken_in]
         if self.is_fresh or self.requests.are_investigating:
             rare = []  # What a command looks into is looked at in whole steps.
-        self._due, self._whole, self.left_out, self.dumping = self._sums.of(self.wishes, self.config.gone, rare)
+        self._due, self._whole, self.left_out, self.copying = self._sums.of(self.wishes, self.config.gone, rare)
 
     # -- what the running step measures ------------------------------------------------------------------------------
 

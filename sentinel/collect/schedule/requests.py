@@ -9,6 +9,7 @@ import msgspec
 from sentinel.collect.schedule.wishes import Dump, Request, parse_kinds, parse_targets
 from sentinel.errors import ConfigError
 from sentinel.record import Kind
+from sentinel.trace import Trace
 
 
 class Requests:
@@ -21,8 +22,8 @@ class Requests:
 
     @property
     def are_investigating(self) -> bool:
-        """Whether a command looks into something: what it looks into is measured in whole steps."""
-        return any(request.command and request.kinds for request in self.all)
+        """Whether a command looks into something: what it looks into is measured in whole steps. A trace only watches."""
+        return any(one.command and one.kinds and not isinstance(one.copy, Trace) for one in self.all)
 
     @property
     def per_micro_step(self) -> bool:
@@ -48,7 +49,7 @@ class Requests:
         first_step: int,
         command: str = "",
         step_interval: int = 1,
-        dump: Dump | None = None,
+        copy: Dump | Trace | None = None,
     ) -> Request:
         """Measure more, beginning with `first_step`; ConfigError on unknown kinds, broken targets, less than one step."""
         if for_steps is not None and for_steps < 1:
@@ -61,7 +62,7 @@ class Requests:
             command=command,
             first_step=first_step,
             step_interval=step_interval,
-            dump=dump,
+            copy=copy,
         )
         self._keep([*self.all, request])
         return request

@@ -12,6 +12,7 @@ from sentinel.kinds import PARAMETER_KINDS
 from sentinel.monitor_config import MEASURED_LABELS, ProbeSchedule
 from sentinel.record import Kind
 from sentinel.target import Target, nearest
+from sentinel.trace import Trace
 
 _GOLDEN = 2654435769
 """2**32 over the golden ratio: neighbours in the forward get turns that lie far apart, and every turn as many."""
@@ -37,7 +38,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the command it came from; empty: from code."""
     first_step: int = 0
     step_interval: int = 1
-    dump: Dump | None = None
+    copy: Dump | Trace | None = None
+    """How copies of the tensors are taken besides; None: none are."""
     is_structure: bool = False
     """It asks for the structure of the model, and for no kind."""
 
@@ -73,7 +75,7 @@ class Wish:
         """Return (is open, is due) at `step`."""
         one = self.schedule
         if one is None:
-            if self.request is None or self.request.dump is None:
+            if self.request is None or self.request.copy is None:
                 return True, True
             since = step - self.request.first_step
             return since >= 0, since >= 0 and since % self.request.step_interval == 0

@@ -31,8 +31,8 @@ ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
     """Return the ASGI application. api: whom endpoints ask. gate: whom they answer."""
 
-    def get(path: str, endpoint: Endpoint, needed: Scope = Scope.READ) -> Route:
-        return Route(path, endpoint, middleware=[Middleware(RequestGuard, gate, needed)])
+    def get(path: str, endpoint: Endpoint, needed: Scope = Scope.READ, tells_of_data: bool = False) -> Route:
+        return Route(path, endpoint, middleware=[Middleware(RequestGuard, gate, needed, tells_of_data)])
 
     def post(path: str, endpoint: Endpoint, needed: Scope = Scope.CONTROL) -> Route:
         middleware = [Middleware(RequestGuard, gate, needed), Middleware(BodyAtHand)]
@@ -57,6 +57,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/history", endpoints.history),
             get("/api/v1/history/series", endpoints.history_series),
             get("/api/v1/history/heatmap", endpoints.heatmap),
+            get("/api/v1/traces", endpoints.traces, tells_of_data=True),
             get("/api/v1/control", endpoints.audit),
             post("/api/v1/control", endpoints.control),
             post("/-/reload", endpoints.reload),

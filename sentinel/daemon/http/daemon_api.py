@@ -10,6 +10,7 @@ import msgspec
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.series_api import SeriesRequest
+from sentinel.daemon.trace_api import TraceRequest
 from sentinel.errors import SentinelError
 from sentinel.incident import Incident
 from sentinel.report.alert_context import AlertContext
@@ -93,6 +94,10 @@ class DaemonApi(Protocol):
 
     def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
         """Return one statistic of many tensors over steps."""
+        ...
+
+    def traces(self, request: TraceRequest) -> dict[str, Any]:
+        """Return pictures of tensors that the ranks of a run have made: see `trace_api.traced`."""
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:

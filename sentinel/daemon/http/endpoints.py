@@ -21,6 +21,7 @@ from sentinel.daemon.http.incident_page import render_incident, story_of
 from sentinel.daemon.http.page import render_page
 from sentinel.daemon.http.responses import html, lines, plain, problem
 from sentinel.daemon.series_api import SeriesRequest
+from sentinel.daemon.trace_api import TraceRequest
 from sentinel.report.silences import SilenceRequest
 
 MAX_ITEMS = 1000
@@ -157,6 +158,11 @@ def history_series(request: Request) -> Response:
 def heatmap(request: Request) -> Response:
     """Return one statistic of many tensors over steps."""
     return plain(api_of(request).heatmap(HistoryRequest.parse(request.query_params.multi_items())))
+
+
+def traces(request: Request) -> Response:
+    """Return pictures of tensors that the ranks of a run have made."""
+    return plain(api_of(request).traces(TraceRequest.parse(request.query_params.multi_items())))
 
 
 def audit(request: Request) -> Response:

@@ -88,13 +88,13 @@ class FailuresInWords:
 class RequestGuard:
     """Lets in the requests to one endpoint that the gate lets in."""
 
-    def __init__(self, app: ASGIApp, gate: RequestGate, needed: tokens.Scope) -> None:
-        """needed: what a token must allow for this endpoint."""
-        self._app, self._gate, self._needed = app, gate, needed
+    def __init__(self, app: ASGIApp, gate: RequestGate, needed: tokens.Scope, tells_of_data: bool = False) -> None:
+        """needed: what a token must allow for this endpoint. tells_of_data: it shows what tensors hold."""
+        self._app, self._gate, self._needed, self._tells_of_data = app, gate, needed, tells_of_data
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        refusal = self._gate.refuse(scope["method"], request.headers, self._needed)
+        refusal = self._gate.refuse(scope["method"], request.headers, self._needed, tells_of_data=self._tells_of_data)
         request.state.may_read = self._gate.may_read(request.headers)
         answer = self._app if refusal is None else problem(*refusal)
         await answer(scope, receive, send)

@@ -33,8 +33,13 @@ class RequestGate:
         if self._is_wildcard:
             self._names = self._names | {socket.gethostname().lower()}
 
-    def refuse(self, method: str, headers: Mapping[str, str], needed: Scope) -> tuple[int, str] | None:
-        """Return (status, reason) to refuse with, or None to let it in. headers: lower-case names."""
+    def refuse(
+        self, method: str, headers: Mapping[str, str], needed: Scope, *, tells_of_data: bool = False
+    ) -> tuple[int, str] | None:
+        """Return (status, reason) to refuse with, or None to let it in. headers: lower-case names.
+
+        tells_of_data: the answer tells of the training data itself; a token is needed wherever we listen.
+        """
         host = headers.get("host", "")
         if not self._is_ours(host):
             return 421, "the Host header names another server; start the daemon with --allow-host NAME if it is yours"
@@ -43,7 +48,7 @@ class RequestGate:
             is_same = origin is None or origin.partition("://")[2].lower() == host.lower()
             if not is_same or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
                 return 403, "requests from other pages are refused"
-        if needed is Scope.READ and self._config.are_reads_open:
+        if needed is Scope.READ and self._config.are_reads_open and not tells_of_data:
             return None
         scope = self.tokens.scope(headers.get("authorization", ""))
         if scope < needed:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import sentinel
 from sentinel.cli.main import run_cli
-from sentinel.collect.probes import dump_writer
+from sentinel.collect.probes import copy_thread, dump_writer
 from sentinel.control.commands import RunCommands
 from sentinel.dump import HEAD_KEY, DumpHead, dump_path
 from sentinel.errors import ConfigError, WireError
@@ -188,8 +188,8 @@ def test_a_slow_disk_holds_up_nobody(run: Path, monkeypatch: pytest.MonkeyPatch)
         return write(*args)
 
     monkeypatch.setattr(dump_writer, "write_tensors", slow)
-    close = dump_writer.DumpWriter.close
-    monkeypatch.setattr(dump_writer.DumpWriter, "close", lambda self, timeout_s: gate.append(1) or close(self, timeout_s))
+    close = copy_thread.CopyThread.close
+    monkeypatch.setattr(copy_thread.CopyThread, "close", lambda self, timeout_s: gate.append(1) or close(self, timeout_s))
     training = Training({"dump": {"kinds": ["param"], "in_flight_bytes": 2**20}}, extra=400).steps(4)
 
     assert len(training.losses) == 4  # The disk has taken nothing yet.

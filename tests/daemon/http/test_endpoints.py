@@ -23,6 +23,7 @@ from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.series_api import Busy, SeriesRequest
+from sentinel.daemon.trace_api import TraceRequest
 from sentinel.errors import ConfigError, StoreError
 from sentinel.report.message import Link
 from sentinel.report.silences import Silence, SilenceRequest
@@ -92,6 +93,10 @@ class FakeApi:
     def _history(self, what: str, request: HistoryRequest) -> dict[str, Any]:
         self._known(request.run)
         return {"what": what, "wanted": msgspec.to_builtins(request.wanted), "of": request.of}
+
+    def traces(self, request: TraceRequest) -> dict[str, Any]:
+        self._known(request.run)
+        return {"steps": []}
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         return []

@@ -1,0 +1,122 @@
+"""Answers questions for traces over HTTP: what the ranks of a run have traced, bounded in steps and bytes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sentinel.errors import SentinelError, WireError
+from sentinel.trace import TracedStep, TracePath, read_trace, trace_paths
+
+MAX_STEPS = 200
+"""Most files in one answer."""
+MAX_BYTES = 8 << 20
+"""Bytes of pictures past which an answer has no further step."""
+_DTYPES = {"f4": "F32", "i4": "I32", "i8": "I64"}
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked for. Built from query parameters."""
+
+    run: str
+    attempt: int | None = None
+    """None: the newest that traced anything."""
+    rank: int | None = None
+    """None: all."""
+    after: int | None = None
+    """Steps behind this one, the oldest first; None: the newest step of each rank."""
+    name: str = ""
+    """Only tensors whose `kind/name` begins so."""
+
+    @classmethod
+    def parse(cls, query: Sequence[tuple[str, str]]) -> TraceRequest:
+        """Return the request of a query; ValueError for what it does not know, or gives twice."""
+        given = dict(query)
+        if len(given) != len(query):
+            raise ValueError("each parameter may be given once")
+        plain: dict[str, Any] = dict(given)
+        for name in ("attempt", "rank", "after"):
+            if name in plain:
+                text = plain[name]
+                digits = text.removeprefix("-") if name == "after" else text
+                if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
+                    raise ValueError(f'{name} must be a whole number, got "{text[:40]}"')
+                plain[name] = int(text)
+        return msgspec.convert(plain, cls)
+
+
+def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
+    """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more"} of a run.
+
+    A step is {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
+    `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64 of
+    little-endian numbers}. The word of the picture itself is empty. SentinelError where a run has traced nothing.
+    """
+    there = trace_paths(run_dir)
+    if not there:
+        raise SentinelError(
+            "this run has traced nothing: order it by POST /api/v1/control with action trace, or `sentinel trace`; the "
+            "trainer's config has to name TraceTensors in allow_commands"
+        )
+    attempt = max(one.attempt for one in there) if request.attempt is None else request.attempt
+    there = [one for one in there if one.attempt == attempt]
+    ranks = sorted({one.rank for one in there})
+    wanted = [one for one in there if request.rank is None or one.rank == request.rank]
+    if request.after is None:
+        chosen = list({one.rank: one for one in wanted}.values())
+    else:
+        chosen = [one for one in wanted if one.step > request.after]
+    problems: list[str] = []
+    steps: list[dict[str, Any]] = []
+    num_bytes = 0
+    has_more = False
+    for step in _read(chosen, problems):
+        if len(steps) >= MAX_STEPS or num_bytes >= MAX_BYTES:
+            has_more = True
+            break
+        shown = _shown(step, request.name)
+        num_bytes += sum(len(picture["data"]) for one in shown["tensors"] for picture in one["pictures"].values())
+        steps.append(shown)
+    return {"attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more}
+
+
+def _read(paths: Iterable[TracePath], problems: list[str]) -> Iterator[TracedStep]:
+    for one in paths:
+        try:
+            yield read_trace(one.path)
+        except FileNotFoundError:
+            continue  # The ring has let it go meanwhile.
+        except (WireError, OSError) as error:
+            problems.append(str(error))
+
+
+def _shown(step: TracedStep, begins: str) -> dict[str, Any]:
+    head = step.head
+    tensors = [
+        {
+            "key": key,
+            **msgspec.to_builtins(one),
+            "pictures": {
+                word: _picture(step.tensors[name])
+                for word in ("", *one.parts)
+                if (name := f"{key}:{word}" if word else key) in step.tensors
+            },
+        }
+        for key, one in head.tensors.items()
+        if f"{one.kind}/{one.name}".startswith(begins)
+    ]
+    return {
+        "step": head.step, "rank": head.rank, "time": head.time, "num_dropped": head.num_dropped,
+        "left_out": dict(list(head.left_out.items())[:20]), "tensors": tensors,
+    }  # fmt: skip
+
+
+def _picture(values: np.ndarray) -> dict[str, Any]:
+    """Return numbers as JSON can carry them: NaN and infinities too."""
+    dtype = _DTYPES[values.dtype.str.lstrip("<=|")]
+    return {"shape": list(values.shape), "dtype": dtype, "data": base64.b64encode(values.tobytes()).decode()}
