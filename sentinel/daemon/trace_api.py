@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """None: all."""
     after: int | None = None
     """Steps behind this one, the oldest first; None: the newest step of each rank."""
+    shown: dict[int, int] = {}
+    """Rank -> its newest step that is known already, where that is not `after`."""
     name: str = ""
     """Only tensors whose `kind/name` begins so."""
 
@@ -70,7 +72,7 @@ def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
     if request.after is None:
         chosen = list({one.rank: one for one in wanted}.values())
     else:
-        chosen = [one for one in wanted if one.step > request.after]
+        chosen = [one for one in wanted if one.step > request.shown.get(one.rank, request.after)]
     problems: list[str] = []
     steps: list[dict[str, Any]] = []
     num_bytes = 0
@@ -83,6 +85,12 @@ def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
         num_bytes += sum(len(picture["data"]) for one in shown["tensors"] for picture in one["pictures"].values())
         steps.append(shown)
     return {"attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more}
+
+
+def numbers_of(picture: Mapping[str, Any]) -> np.ndarray:
+    """Return the numbers of a picture of an answer."""
+    dtype = np.dtype({name: word for word, name in _DTYPES.items()}[picture["dtype"]]).newbyteorder("<")
+    return np.frombuffer(base64.b64decode(picture["data"]), dtype).reshape(picture["shape"])
 
 
 def _read(paths: Iterable[TracePath], problems: list[str]) -> Iterator[TracedStep]:

@@ -130,11 +130,10 @@ def test_a_token_is_needed_even_where_reads_are_open(tmp_path: Path) -> None:
     write(tmp_path / "r", ranks=1)
     with daemon(tmp_path):
         path = f"{url(tmp_path)}/api/v1/traces?run=r"
-        tokens = load_tokens(tmp_path / ".sentinel") if (tmp_path / ".sentinel").exists() else None
+        tokens = load_tokens(tmp_path / ".daemon")
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(path, timeout=60)
         assert refused.value.code == 401
-        assert tokens is not None
         request = urllib.request.Request(path, headers={"Authorization": f"Bearer {tokens.read}"})
         answer = json.load(urllib.request.urlopen(request, timeout=60))
         assert answer["steps"][0]["left_out"] == {EVIL: EVIL}

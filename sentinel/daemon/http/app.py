@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from sentinel.daemon.http import endpoints
 from sentinel.daemon.http.daemon_api import DaemonApi, Unavailable, UnknownIncident, UnknownRun
@@ -18,6 +18,7 @@ from sentinel.daemon.http.middleware import AnswersAtOnce, BodyAtHand, FailuresI
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.responses import problem
 from sentinel.daemon.http.tokens import Scope
+from sentinel.daemon.http.trace_socket import TraceSockets
 from sentinel.daemon.series_api import Busy
 from sentinel.errors import SentinelError
 
@@ -61,6 +62,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/control", endpoints.audit),
             post("/api/v1/control", endpoints.control),
             post("/-/reload", endpoints.reload),
+            WebSocketRoute("/ws/trace", TraceSockets(api, gate).serve),
         ],
         middleware=[Middleware(SecurityHeaders), Middleware(AnswersAtOnce, HEALTH_PATHS), Middleware(FailuresInWords)],
         exception_handlers=_HANDLERS,

@@ -40,6 +40,7 @@ class Connection(H11Protocol):
         self._entered: tuple[Phase, int] | None = None
         self.phase: Phase = "asking"
         self.since = 0.0
+        self._is_handed_over = False
         """When the phase began, by the clock of the loop."""
 
     @property
@@ -75,6 +76,14 @@ class Connection(H11Protocol):
             self._deadline.cancel()
         super().connection_lost(exc)
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection over to another protocol, which has bounds of its own."""
+        self._door.leave(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._is_handed_over = True
+        super().handle_websocket_upgrade(event)
+
     def shut(self) -> None:
         """Close, with 408 where nothing was answered yet. What the other end does not take is thrown away."""
         is_unanswered = self.phase == "asking" and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
@@ -86,6 +95,8 @@ class Connection(H11Protocol):
 
     def _note(self) -> None:
         """Begin the time of a phase when it begins. More bytes of the same request give it no more time."""
+        if self._is_handed_over:
+            return
         phase = self._phase_now()
         entered = (phase, id(self.cycle))
         if entered == self._entered:

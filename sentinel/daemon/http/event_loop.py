@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sentinel.daemon.http.connections import IDLE_S, MAX_CONNECTIONS, Connection, Door
+from sentinel.daemon.http.trace_socket import MAX_MESSAGE_BYTES
 
 HANDSHAKE_S = 5.0
 """Longest time for a TLS handshake."""
@@ -34,7 +35,10 @@ class EventLoop(uvicorn.Server):
                 timeout_keep_alive=int(IDLE_S),
                 timeout_graceful_shutdown=1,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-                ws="none",
+                ws="websockets-sansio",
+                ws_max_size=MAX_MESSAGE_BYTES,
+                ws_max_queue=4,
+                ws_per_message_deflate=False,
                 log_config=None,
             )
         )

@@ -79,10 +79,11 @@ class FailuresInWords:
         try:
             await self._app(scope, receive, send)
         except ClientDisconnect:
-            log.debug("the other end left: %s %s", scope["method"], scope["path"])
+            log.debug("the other end left: %s %s", scope.get("method", "WS"), scope["path"])
         except Exception:
-            log.exception("a request failed: %s %s", scope["method"], scope["path"])
-            await problem(500, "the daemon failed to answer; its log says why")(scope, receive, send)
+            log.exception("a request failed: %s %s", scope.get("method", "WS"), scope["path"])
+            if scope["type"] == "http":
+                await problem(500, "the daemon failed to answer; its log says why")(scope, receive, send)
 
 
 class RequestGuard:

@@ -61,6 +61,14 @@ class RequestGate:
             return 403, f"this token has no {what} scope"
         return None
 
+    def refuse_socket(self, headers: Mapping[str, str]) -> str:
+        """Return why a WebSocket is refused; empty: it may say its token. A browser always names the page it is of."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_ours(host):
+            return "the Host header names another server"
+        is_same = origin is None or origin.partition("://")[2].lower() == host.lower()
+        return "" if is_same else "pages of others are refused"
+
     def may_read(self, headers: Mapping[str, str]) -> bool:
         """Return whether a request that is let in may also see what reads see. headers: lower-case names."""
         if self._config.are_reads_open:

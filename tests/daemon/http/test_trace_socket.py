@@ -1,0 +1,143 @@
+"""`/ws/trace`: a client of MegaScope's shape sees what ranks trace while they train; nobody else sees anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin
+
+from sentinel.collect.probes.trace_writer import StepTrace, TraceWriter
+from sentinel.command import TraceTensors, WithdrawCommand
+from sentinel.control.command_files import CommandFiles
+from sentinel.daemon.http.tokens import Tokens, load_tokens
+from sentinel.trace import Compressor, TracedTensor, TraceHead
+
+from ...support.serving import small_run
+from ...support.waiting import wait_for
+from ..test_daemon import daemon, url
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+RUN = "train"
+ASKS = {
+    "type": "run_training_step", "visualization_flags": {"HiddenStates": True, "InputTokens": True},
+    "compressor_config": {"type": "TileCompressor", "tiles": 4},
+}  # fmt: skip
+
+
+class Rank:
+    """A rank that traces one hidden state, one tensor that nobody asked for, and tokens, a step at a time."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.rank = rank
+        self.writer = TraceWriter(run_dir, 2**20, lambda *said: pytest.fail(str(said)))
+
+    def step(self, step: int) -> None:
+        picture = torch.full((1, 2, 2), 100.0 * self.rank + step)
+        picture[0, 0, 0], picture[0, 1, 1] = torch.nan, -torch.inf
+        about = {"shape": (2, 16, 32), "dtype": "float32", "compressor": Compressor(size=4)}
+        tensors = {
+            "a": TracedTensor(kind="activation", name="layers.3", **about),
+            "b": TracedTensor(kind="activation", name="layers.3.mlp.fc1", **about),
+            "c": TracedTensor(kind="tokens", name="", shape=(2, 16), dtype="int64", compressor=Compressor(name="none")),
+        }
+        head = TraceHead(run=RUN, attempt=0, rank=self.rank, step=step, time=1.0, tensors=tensors)
+        data = {"a": picture, "b": picture, "c": torch.arange(32, dtype=torch.int32).reshape(2, 16)}
+        self.writer.thread.submit(StepTrace(head, data, [], 160))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Tokens, Path]]:
+    directory = tmp_path_factory.mktemp("runs")
+    small_run(directory / RUN).write(3)
+    with daemon(directory) as one:
+        wait_for(one.api.is_ready, timeout_s=60.0, what="the daemon")
+        yield url(directory).replace("http", "ws") + "/ws/trace", load_tokens(directory / ".daemon"), directory / RUN
+
+
+@contextmanager
+def client(address: str, token: str, **others: Any) -> Iterator[ClientConnection]:
+    with connect(address, open_timeout=60, close_timeout=60) as one:
+        one.send(json.dumps({"token": token, "run": RUN, **ASKS, **others}))
+        yield one
+
+
+def problem(one: ClientConnection) -> str:
+    """Return the next error that a client is told, whatever it is shown before."""
+    while (message := json.loads(one.recv(60)))["type"] != "error":
+        pass
+    return str(message["message"])
+
+
+def commands(run_dir: Path) -> list[Any]:
+    return [command for _, command in CommandFiles(run_dir / "control").fresh()]
+
+
+def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(served: tuple[str, Tokens, Path]) -> None:
+    address, tokens, run_dir = served
+    before = len(commands(run_dir))
+    ranks = [Rank(run_dir, rank) for rank in range(2)]
+    with client(address, tokens.control) as one:
+        wait_for(lambda: len(commands(run_dir)) > before, timeout_s=60.0, what="an order")
+        order = commands(run_dir)[before]
+        assert isinstance(order, TraceTensors) and order.for_steps == 200 and order.trace.tokens
+        assert order.trace.compressor == Compressor(name="tile", size=4) and order.kinds == ("activation",)
+        ranks[0].step(7)
+        start = json.loads(one.recv(60))
+        assert start == {"type": "start", "micro_batch_size": 2, "seq_length": 16, "num_layers": 4}
+        ranks[1].step(7)  # Later than the other rank, and of the same step.
+        ranks[0].step(8)
+        updates = [json.loads(one.recv(60)) for _ in range(6)]
+    told = {(one["rank"], one["step"], one["update_type"]): one for one in updates}
+    assert set(told) == {(rank, step, flag) for rank, step in ((0, 7), (1, 7), (0, 8)) for flag in (7, 8)}
+    hidden = told[1, 7, 7]
+    assert (hidden["layer_id"], hidden["args"], hidden["name"]) == (3, [2, 16, 32], "layers.3")
+    assert hidden["result"] == [["nan", 107.0], [107.0, "-inf"]] or hidden["result"] == [[["nan", 107.0], [107.0, "-inf"]]]
+    assert told[0, 8, 8]["result"] == [list(range(16)), list(range(16, 32))]
+    wait_for(lambda: isinstance(commands(run_dir)[-1], WithdrawCommand), timeout_s=60.0, what="the withdrawal")
+    assert commands(run_dir)[-1].withdraws == order.id
+    for rank in ranks:
+        rank.writer.thread.close(10.0)
+
+
+def test_who_only_reads_orders_nothing(served: tuple[str, Tokens, Path]) -> None:
+    address, tokens, run_dir = served
+    before = len(commands(run_dir))
+    with client(address, str(tokens.read)) as one:
+        assert "reads only" in problem(one)
+        one.send(json.dumps({**ASKS, "visualization_flags": {"Nothing": True}}))
+        assert 'unknown flag "Nothing"' in problem(one)
+        one.send("[[")  # No JSON: passed over.
+        one.send(json.dumps({**ASKS, "compressor_config": {"type": "__import__('os')"}}))
+        assert "compressor_config" in problem(one)
+    assert len(commands(run_dir)) == before
+
+
+@pytest.mark.parametrize("first", [{}, {"token": "x" * 32}, {"token": None}, []])
+def test_without_a_token_nothing_is_shown(served: tuple[str, Tokens, Path], first: Any) -> None:
+    with connect(served[0], open_timeout=60) as one:
+        one.send(json.dumps(first))
+        with pytest.raises(ConnectionClosed) as closed:
+            one.recv(60)
+    assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
+
+
+@pytest.mark.parametrize(("host", "origin"), [
+    ("127.0.0.1", "http://evil.example"), ("127.0.0.1", "null"), ("evil.example", None),
+    ("evil.example", "http://evil.example"),
+])  # fmt: skip
+def test_a_page_of_others_is_refused(served: tuple[str, Tokens, Path], host: str, origin: str | None) -> None:
+    port = int(served[0].rpartition(":")[2].partition("/")[0])
+    there = socket.create_connection(("127.0.0.1", port), 60)
+    address = served[0].replace("127.0.0.1", host)
+    with pytest.raises(InvalidStatus) as refused, connect(address, sock=there, origin=Origin(origin) if origin else None):
+        pass
+    assert refused.value.response.status_code == 403
