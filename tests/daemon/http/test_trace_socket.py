@@ -55,7 +55,7 @@ class Rank:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Tokens, Path]]:
+def training_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Tokens, Path]]:
     directory = tmp_path_factory.mktemp("runs")
     small_run(directory / RUN).write(3)
     with daemon(directory) as one:
@@ -81,8 +81,8 @@ def commands(run_dir: Path) -> list[Any]:
     return [command for _, command in CommandFiles(run_dir / "control").fresh()]
 
 
-def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(served: tuple[str, Tokens, Path]) -> None:
-    address, tokens, run_dir = served
+def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(training_run: tuple[str, Tokens, Path]) -> None:
+    address, tokens, run_dir = training_run
     before = len(commands(run_dir))
     ranks = [Rank(run_dir, rank) for rank in range(2)]
     with client(address, tokens.control) as one:
@@ -108,8 +108,8 @@ def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(serve
         rank.writer.thread.close(10.0)
 
 
-def test_who_only_reads_orders_nothing(served: tuple[str, Tokens, Path]) -> None:
-    address, tokens, run_dir = served
+def test_who_only_reads_orders_nothing(training_run: tuple[str, Tokens, Path]) -> None:
+    address, tokens, run_dir = training_run
     before = len(commands(run_dir))
     with client(address, str(tokens.read)) as one:
         assert "reads only" in problem(one)
@@ -122,8 +122,8 @@ def test_who_only_reads_orders_nothing(served: tuple[str, Tokens, Path]) -> None
 
 
 @pytest.mark.parametrize("first", [{}, {"token": "x" * 32}, {"token": None}, []])
-def test_without_a_token_nothing_is_shown(served: tuple[str, Tokens, Path], first: Any) -> None:
-    with connect(served[0], open_timeout=60) as one:
+def test_without_a_token_nothing_is_shown(training_run: tuple[str, Tokens, Path], first: Any) -> None:
+    with connect(training_run[0], open_timeout=60) as one:
         one.send(json.dumps(first))
         with pytest.raises(ConnectionClosed) as closed:
             one.recv(60)
@@ -134,10 +134,10 @@ def test_without_a_token_nothing_is_shown(served: tuple[str, Tokens, Path], firs
     ("127.0.0.1", "http://evil.example"), ("127.0.0.1", "null"), ("evil.example", None),
     ("evil.example", "http://evil.example"),
 ])  # fmt: skip
-def test_a_page_of_others_is_refused(served: tuple[str, Tokens, Path], host: str, origin: str | None) -> None:
-    port = int(served[0].rpartition(":")[2].partition("/")[0])
+def test_a_page_of_others_is_refused(training_run: tuple[str, Tokens, Path], host: str, origin: str | None) -> None:
+    port = int(training_run[0].rpartition(":")[2].partition("/")[0])
     there = socket.create_connection(("127.0.0.1", port), 60)
-    address = served[0].replace("127.0.0.1", host)
+    address = training_run[0].replace("127.0.0.1", host)
     with pytest.raises(InvalidStatus) as refused, connect(address, sock=there, origin=Origin(origin) if origin else None):
         pass
     assert refused.value.response.status_code == 403
