@@ -115,7 +115,8 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[Word, Name] = {}
     """host, torch, kernel, boundary, device: for people, never judged. pid, pid_start, pid_space, boot: by these a daemon on
     the same host finds the process again, and no other that got its number. start: see `START`. job, pod, node, gpu,
-    gpu_uuid, label.NAME: see `rank_identity.RankIdentity`."""
+    gpu_uuid, label.NAME: see `rank_identity.RankIdentity`. command: how the process was started, see `command_line`. seed:
+    torch's, as it was set last."""
     first_step: Step = 0
     layer_offset: Shift | None = None
     name_map: dict[Name, Name] = {}

@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[1] / "sentinel"
 NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "trace", "tensor_file", "structure_file", "reference",
-    "bounds", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end", "run_name",
-    "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
+    "bounds", "command_line", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end",
+    "run_name", "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
     "exception_words", "printable", "import_trial", "outside_calls", "rank_identity",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
-    "exports", "control", "store", "history", "daemon", "web", "cli",
+    "exports", "control", "store", "history", "daemon", "postmortem", "web", "cli",
 }  # fmt: skip
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -46,9 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "history": {"exports", "store"},  # merged steps, vectors; what was found, and where the files of a run lie
     "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},
     "web": set(),
-    "daemon": STAGES - {"collect", "cli", "daemon"},
+    "daemon": STAGES - {"collect", "cli", "daemon", "postmortem"},
+    "postmortem": STAGES - {"collect", "cli", "postmortem", "web"},
     "cli": STAGES - {"cli"},
-    "testing": STAGES - {"collect", "cli", "daemon"},
+    "testing": STAGES - {"collect", "cli", "daemon", "postmortem"},
     "root": STAGES,
 }
 """Stage -> stages that it may import, for type checkers alone too, beside the nouns and itself."""

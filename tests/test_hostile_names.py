@@ -65,6 +65,8 @@ def harmless(text: str) -> str:
         ["export", "{run}", "--kind", "wgrad", "--statistic", "norm", "--json"],
         ["export", "{run}", "--kind", "wgrad", "--name", "layers.1.nothing"],
         ["open", "--untrusted", "{run}", "topk"],
+        ["report", "{run}", "-o", "-"],
+        ["report", "{run}", "worst", "-o", "-"],
     ],
     ids=lambda verb: " ".join(verb),
 )

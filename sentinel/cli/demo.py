@@ -169,7 +169,7 @@ class Stage:
         return Scene(
             plan=self.plan, outcome=outcome, topk={step: self._topk(outcome, step) for step in steps},
             messages=list(self.receiver.messages), gauges=self._gauges(), run_dir=self.run_dir, url=self.url,
-            seconds=seconds,
+            seconds=seconds, postmortem=self._postmortem(),
         )  # fmt: skip
 
     def _gauges(self) -> list[str]:
@@ -196,6 +196,15 @@ class Stage:
             return list(json.loads(answer.stdout)["anomalies"])
         except ValueError as error:
             raise ConfigError(f"sentinel topk gave no JSON: {answer.stderr.strip()[-500:]}") from error
+
+    def _postmortem(self) -> str:
+        """Write the run's post-mortem, and return its file; empty where that cannot be done."""
+        path = self.run_dir / "demo" / "postmortem.html"
+        command = [sys.executable, "-m", "sentinel.cli", "report", str(self.run_dir), "-o", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            self.print(f"no post-mortem: {done.stderr.strip()[-500:]}")
+        return "" if done.returncode else str(path)
 
     def close(self) -> None:
         """End the processes that were started."""

@@ -24,6 +24,8 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     url: str
     seconds: float
+    postmortem: str = ""
+    """File of the run's post-mortem; empty: it could not be written."""
 
     def report(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -37,6 +39,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
             "gauges": self.gauges,
             "directory": str(self.run_dir),
             "page": self.url,
+            "postmortem": self.postmortem,
         }
 
 
@@ -77,6 +80,8 @@ def story(scene: Scene) -> Iterator[str]:
     yield "  anomalies/*.jsonl, incidents.jsonl, spool/, control/, .daemon/ (journal, log), demo/ (trainer's log)"
     if outcome.incident is not None:
         yield f"  sentinel explain {outcome.incident.id} -d {scene.run_dir}"
+    if scene.postmortem:
+        yield f"  report: {scene.postmortem} (sentinel report {scene.run_dir} writes it again)"
     yield f"  page: {scene.url} (while the daemon runs: sentinel demo --keep, or sentinel serve {scene.run_dir})"
     yield ""
     for claim in outcome.claims:

@@ -109,6 +109,7 @@ def alerts_of(run_dir: Path) -> list[tuple[str, SentAlert]]:
             revision=alert.incident.revision,
             is_page=alert.is_page,
             outcome=outcome,
+            time=alert.created,
         )
         result.append((alert.incident.id, notified))
     return result

@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "status": ("sentinel.cli.status:status", "Say where each run stands."),
     "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),
     "explain": ("sentinel.cli.explain:explain", "Tell the story of an incident."),
+    "report": ("sentinel.cli.report:report", "Write the post-mortem of a run or of an incident."),
     "replay": ("sentinel.cli.replay:replay", "Judge a recorded run again."),
     "repair": ("sentinel.cli.repair:repair", "Rebuild a run's journal from its spool and files."),
     "export": ("sentinel.cli.export:export", "Write what a run recorded as a table, or as other tools read it."),

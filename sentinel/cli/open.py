@@ -15,7 +15,7 @@ from sentinel.run_name import folder_name
 from sentinel.store.foreign_copy import copy_run
 
 NAMING: dict[str, tuple[str, ...]] = {
-    "status": (), "topk": ("-d",), "explain": ("-d",), "export": (), "replay": (), "struct": (),
+    "status": (), "topk": ("-d",), "explain": ("-d",), "report": (), "export": (), "replay": (), "struct": (),
 }  # fmt: skip
 """Verb that only reads -> what stands before the run's directory."""
 SHOWN = 10
@@ -33,8 +33,8 @@ SHOWN = 10
 @click.argument("verb", default="status")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def open_(untrusted: bool, keep: str | None, directory: str, verb: str, arguments: tuple[str, ...]) -> int:
-    """Run a reading VERB (status, topk, explain, export, replay, struct) on a run directory that others made: an unpacked
-    archive, a bug report.
+    """Run a reading VERB (status, topk, explain, report, export, replay, struct) on a run directory that others made: an
+    unpacked archive, a bug report.
 
     What can be read without trusting it is copied into a private directory, and the verb reads that: no link is followed,
     no pipe or device is opened, no path in it is believed, and nothing is written into DIR. What is left out is named.

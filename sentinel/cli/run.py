@@ -24,9 +24,12 @@ from sentinel.cli.course import Course, course_in, course_of, course_report, why
 from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.main import FOUND, to_stderr
 from sentinel.cli.places import run_name, runs_directory
+from sentinel.cli.report_forms import FORMS, HTML, PDF
 from sentinel.cli.status import recorded_failures, recorded_losses
+from sentinel.command_line import command_words
 from sentinel.daemon.command_note import CommandNote, write_note
 from sentinel.errors import MALFORMED, ConfigError, SentinelError, StoreError
+from sentinel.exception_words import described
 from sentinel.incident import Incident
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.private_files import make_directory, refuse_foreign, tighten
@@ -59,7 +62,11 @@ START_S = 10.0
     help="Exit 1 when the command ended well but an incident of this severity, or a worse one, was found, or when not "
     "everything was judged.",
 )
-@click.option("--report", "report_file", metavar="FILE", help="Write the incident report there, as JSON.")
+@click.option(
+    "--report", "report_file", metavar="FILE",
+    help="Write the incident report there when the command ended: as JSON; where the name ends with .html, .md or .pdf, the "
+    "post-mortem of the run (sentinel report).",
+)  # fmt: skip
 @click.option(
     "--drain-s",
     default=15.0,
@@ -112,6 +119,7 @@ def run(
     # threads.
     problem = _prepare(run_dir)
     began, note = time.time(), CommandNote()
+    typed = CommandNote(command=command_words(command), folder=_folder())
     try:
         child = Child(command, {**os.environ, "SENTINEL_DIR": str(home), "SENTINEL_RUN": name})
     except ConfigError as error:
@@ -130,9 +138,9 @@ def run(
             if problem and not is_reported:
                 is_reported = True
                 to_stderr(f"the command runs on UNWATCHED: {problem}")
-            note = _noted(run_dir, child, began, note, is_used=not problem)
+            note = _noted(run_dir, child, began, note, typed, is_used=not problem)
             time.sleep(POLL_S)
-        _noted(run_dir, child, began, note, is_used=companion is not None)
+        _noted(run_dir, child, began, note, typed, is_used=companion is not None)
         is_drained = companion is not None and companion.finish(drain_s + START_S)
         problem = companion.problem if companion is not None else problem
     finally:
@@ -149,17 +157,29 @@ def run(
             to_stderr(line)
         to_stderr(closing_line(report))
     if report_file:
-        _write_report(Path(report_file), report | ({"further_runs": further} if further else {}))
+        _write_report(Path(report_file), run_dir, report | ({"further_runs": further} if further else {}))
     worst, is_clean = max(_worst(one) for one in (report, *further)), is_drained and not nothing
     if code == 0 and fail_on is not None and (not is_clean or worst >= Severity(fail_on).level):
         return FOUND
     return code
 
 
-def _noted(run_dir: Path, child: Child, began: float, note: CommandNote, *, is_used: bool) -> CommandNote:
-    """Write for the daemon what it cannot see of the command, when that changed; return what was written."""
+def _folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it is gone
+        return ""
+
+
+def _noted(
+    run_dir: Path, child: Child, began: float, note: CommandNote, typed: CommandNote, *, is_used: bool
+) -> CommandNote:
+    """Write for the daemon what it cannot see of the command, when that changed; return what was written.
+
+    typed: how the command was given.
+    """
     ended = 0.0 if child.code is None else time.time()
-    new = CommandNote(pid=child.pid, began=began, ended=ended, signals=child.signals, code=child.code)
+    new = msgspec.structs.replace(typed, pid=child.pid, began=began, ended=ended, signals=child.signals, code=child.code)
     if new != note and is_used:
         with contextlib.suppress(OSError, StoreError):  # the daemon then knows of the ranks alone
             write_note(run_dir, new)
@@ -290,13 +310,30 @@ def closing_line(report: dict[str, Any]) -> str:
     return f"{what}; {found}; page: sentinel serve {where}; next: {following}"
 
 
-def _write_report(path: Path, report: dict[str, Any]) -> None:
-    text = json.dumps(report, indent=2) + "\n"
+def _write_report(path: Path, run_dir: Path, report: dict[str, Any]) -> None:
     try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        # The command's exit code matters more than our report; what it says is in the run's files too.
-        to_stderr(f"the report could not be written: {path}: {error.strerror or error}; see {report['directory']}")
+        if path.suffix.lower() in FORMS:
+            _write_postmortem(path, run_dir)
+        else:
+            path.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+    except Exception as error:
+        # The command's exit code matters more than our report, whatever is wrong with that; the run's files say the same.
+        to_stderr(f"the report could not be written: {path}: {described(error)}; see {report['directory']}")
+
+
+def _write_postmortem(path: Path, run_dir: Path) -> None:
+    from sentinel.cli.report import report_bytes, write_file
+    from sentinel.postmortem.pdf_form import find_browser
+
+    form = FORMS[path.suffix.lower()]
+    if form == PDF:
+        try:
+            find_browser()
+        except ConfigError as error:
+            to_stderr(f"{path}: {error}; HTML is written in its place")
+            form, path = HTML, path.with_suffix(".html")
+    write_file(path, report_bytes(run_dir, None, form))
+    to_stderr(f"the post-mortem is in {path}")
 
 
 def _worst(report: dict[str, Any]) -> int:

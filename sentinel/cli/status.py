@@ -53,23 +53,7 @@ def status(where: str | None, as_json: bool) -> int:
         if as_json:
             click.echo(json.dumps(state))
             continue
-        daemon = f"judged by process {state['daemon']}" if state["daemon"] else "no daemon"
-        step = "nothing judged" if state["step"] is None else f"attempt {state['attempt']}, step {state['step']} judged"
-        click.echo(f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies")
-        for line in course.lines:
-            click.echo(f"  {printable(line)}")
-        if not course.num_steps and (nothing := why_nothing(run, math.inf)):
-            click.echo(f"  {printable(nothing)}")
-        if state["replicas"]:
-            click.echo(f"  replicas: {state['replicas']}")
-        if state["spool"]:
-            click.echo(f"  spool: {state['spool']}" + ("" if state["daemon"] else f"; sentinel serve {state['directory']}"))
-        if state["losses"]:
-            click.echo(f"  lost: {state['losses']}")
-        for line in note_lines(msgspec.convert(state["notes"], Notes)) if state["notes"] else ():
-            click.echo(f"  {printable(line)}")
-        if state["config"] and state["config"]["problem"]:
-            click.echo(f"  config: the newest edit is not in force: {printable(state['config']['problem'])}")
+        click.echo("\n  ".join(status_lines(run, state)))
         for one in open_incidents:
             suspected = f"; suspected: {one['verdict']}" if one["verdict"] != "unknown" else ""
             click.echo(
@@ -77,6 +61,27 @@ def status(where: str | None, as_json: bool) -> int:
                 f"first cause: {one['root_name'] or 'unknown'}{suspected}"
             )
     return CLEAN if is_clean else FOUND
+
+
+def status_lines(run_dir: Path, state: dict[str, Any]) -> list[str]:
+    """Return how a run stands in lines, without its incidents. state: as `run_status` returns it."""
+    daemon = f"judged by process {state['daemon']}" if state["daemon"] else "no daemon"
+    step = "nothing judged" if state["step"] is None else f"attempt {state['attempt']}, step {state['step']} judged"
+    lines = [f"{printable(state['run'])}: {step}; {daemon}; {state['num_anomalies']} anomalies"]
+    course = course_in(state)
+    lines += [printable(line) for line in course.lines]
+    if not course.num_steps and (nothing := why_nothing(run_dir, math.inf)):
+        lines.append(printable(nothing))
+    if state["replicas"]:
+        lines.append(f"replicas: {state['replicas']}")
+    if state["spool"]:
+        lines.append(f"spool: {state['spool']}" + ("" if state["daemon"] else f"; sentinel serve {state['directory']}"))
+    if state["losses"]:
+        lines.append(f"lost: {state['losses']}")
+    lines += [printable(line) for line in (note_lines(msgspec.convert(state["notes"], Notes)) if state["notes"] else ())]
+    if state["config"] and state["config"]["problem"]:
+        lines.append(f"config: the newest edit is not in force: {printable(state['config']['problem'])}")
+    return lines
 
 
 def run_status(run_dir: Path) -> dict[str, Any]:

@@ -24,6 +24,10 @@ class CommandNote(msgspec.Struct, frozen=True, kw_only=True):
     """(name, seconds since the epoch) of the signals that were sent to it through us, oldest first."""
     code: int | None = None
     """Its exit code, 128 + n for a signal; None: it runs."""
+    command: str = ""
+    """What was typed, as a shell takes it, what looks like a secret left out; empty: an older note."""
+    folder: str = ""
+    """Where it was started."""
 
     def asked_by(self, time: float) -> str:
         """Return the signal that had asked the whole command to end by this time, seconds since the epoch; or nothing."""

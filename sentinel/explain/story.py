@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class SentAlert(msgspec.Struct, frozen=True, kw_only=True):
     is_page: bool
     outcome: str
     """Empty: it still waits."""
+    time: float = 0.0
+    """Seconds since the epoch at which it was due; 0: not known."""
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +59,15 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     """Its members but for the first causes."""
     num_missing: int
     """Members whose record is not in the anomaly files."""
+    num_unread: int = 0
+    """Members that were left out because there are more than were asked for; what came first is not among them."""
     cascade: Cascade | None = None
     """How it spread; None where nothing of it is about a step's arithmetic, or its records are gone."""
     reach: tuple[BlastRadius, ...] = ()
     """What each of the first causes alone can have made, those that are shown."""
     alerts: tuple[SentAlert, ...] = ()
+    by_rule: dict[str, int] = {}
+    """Rule -> its members that are of it, the most first."""
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -82,10 +89,11 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         }  # fmt: skip
 
 
-def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]] = ()) -> Story:
+def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]] = (), most: int | None = None) -> Story:
     """Return the story of the incident that an id, a prefix or `latest` means. ConfigError when there is none.
 
-    alerts: (incident id, alert), of all incidents, as far as they are known.
+    alerts: (incident id, alert), of all incidents, as far as they are known. most: anomalies that are looked at, the
+    earliest ones; None: all.
     """
     revisions = incident_revisions(run_dir)
     found = find_incident(revisions, wanted)
@@ -93,12 +101,16 @@ def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]]
     ids = incident_members(revisions, found)
     members: list[Anomaly] = []
     if ids and anomaly_files(run_dir):
-        members = [entry.anomaly for entry in topk(run_dir, max(1, len(ids)), incident=found).entries]
+        k = len(ids) if most is None else min(most, len(ids))
+        members = [entry.anomaly for entry in topk(run_dir, max(1, k), incident=found).entries]
     members.sort(key=sort_key)
     incident = msgspec.structs.replace(own[-1], members=tuple(sorted(ids)))
     by_id = {one.id: one for one in members}
     root = by_id.get(incident.root or "")
     causes = sorted((by_id[one] for one in incident.first_causes if one in by_id), key=sort_key)
+    num_absent = len(ids) - len(by_id)
+    # Fewer than were asked for: all that there are were read.
+    num_unread = num_absent if most is not None and len(by_id) >= most else 0
     step = incident.opened_step
     commands = [
         one
@@ -114,10 +126,12 @@ def story_of(run_dir: Path, wanted: str, alerts: Sequence[tuple[str, SentAlert]]
         inside=tuple(one for one in members if not one.border and one.step > step and _is_of_module(one)),
         commands=tuple(commands),
         followed=blast_radius(members, causes or members[:1]),
-        num_missing=len(ids) - len(by_id),
+        num_missing=num_absent - num_unread,
+        num_unread=num_unread,
         cascade=cascade_of(members, causes or members[:1]),
         reach=tuple(blast_radius(members, [cause]) for cause in causes[:MAX_CAUSES_SHOWN]),
         alerts=tuple(notified for about, notified in alerts if about == found),
+        by_rule=dict(Counter(one.rule for one in members).most_common()),
     )
 
 

@@ -143,6 +143,15 @@ class Frame(msgspec.Struct, frozen=True):
     file_index: int = 0
 
 
+class FrameHead(msgspec.Struct, frozen=True):
+    """What the header of a frame says, before the frame is read."""
+
+    type: int
+    step: int
+    num_bytes: int
+    """Of the whole frame."""
+
+
 class Incomplete(msgspec.Struct, frozen=True):
     """The bytes end before the frame does: wait, or cut the torn tail."""
 
@@ -230,6 +239,21 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
         placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
     )  # fmt: skip
     return Frame(header, view[offset + header_bytes : end], base + end, file_index)
+
+
+def head_of(header: Buffer) -> FrameHead | None:
+    """Return what HEADER_BYTES that begin a frame say of it; None where they begin none that is understood.
+
+    Only the length is checked: `scan` checks the frame.
+    """
+    if len(header) < HEADER_BYTES:
+        return None
+    magic, protocol, frame_type, words, frame_bytes, check, _, _ = _PREFIX.unpack_from(header)
+    if magic != MAGIC or zlib.crc32(memoryview(header)[: _CHECKED.size]) != check or words * 8 < HEADER_BYTES:
+        return None
+    if not OLDEST_PROTOCOL <= protocol <= PROTOCOL or not HEADER_BYTES <= frame_bytes <= MAX_FRAME_BYTES:
+        return None
+    return FrameHead(frame_type, _BODY.unpack_from(header, PREFIX_BYTES)[4], frame_bytes)
 
 
 def _corrupt(buffer: Buffer, offset: int) -> Corrupt:

@@ -13,6 +13,7 @@ from sentinel.collect.parallel.rank_place import RankPlace
 from sentinel.collect.rows.recording import Recording
 from sentinel.collect.schedule.plan import Plan
 from sentinel.collect.step_count import StepCount
+from sentinel.command_line import command_words
 from sentinel.messages import START, ChunkInfo, Descriptor
 from sentinel.monitor_config import ConfigSource, as_reported
 from sentinel.place import Place
@@ -49,6 +50,7 @@ class RankDescriptor:
         self._boundary = boundary
         self._start = start
         self._identity = identity
+        self._command = command_words(sys.orig_argv)
         self._resumed_step = -1
         """The step that a state of ours said comes next; -1: none was loaded."""
 
@@ -80,7 +82,8 @@ class RankDescriptor:
         fields: Mapping[str, Any] = ROW_DTYPE.fields or {}
         environment = {
             **own_process().as_reported(), "torch": str(torch.__version__), "python": sys.version.split()[0],
-            "kernel": self._recording.kernel.name, "boundary": self._boundary(), **self._identity(),
+            "kernel": self._recording.kernel.name, "boundary": self._boundary(), "seed": str(torch.initial_seed()),
+            "command": self._command, **self._identity(),
             **({START: self._start} if self._start else {}),
         }  # fmt: skip
         return Descriptor(
