@@ -17,9 +17,11 @@ from sentinel.daemon.commanding import ACTIONS
 from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.http.assets import ASSETS
 from sentinel.daemon.http.daemon_api import DaemonApi
+from sentinel.daemon.http.event_stream import EventStreams
 from sentinel.daemon.http.incident_page import render_incident, story_of
 from sentinel.daemon.http.page import render_page
 from sentinel.daemon.http.responses import html, lines, plain, problem
+from sentinel.daemon.pipeline_api import PipelineRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.report.silences import SilenceRequest
 
@@ -157,6 +159,22 @@ def history_series(request: Request) -> Response:
 def heatmap(request: Request) -> Response:
     """Return one statistic of many tensors over steps."""
     return plain(api_of(request).heatmap(HistoryRequest.parse(request.query_params.multi_items())))
+
+
+def vectors(request: Request) -> Response:
+    """Return the value of each expert, or of each head, over steps."""
+    return plain(api_of(request).vectors(HistoryRequest.parse(request.query_params.multi_items())))
+
+
+def pipeline(request: Request) -> Response:
+    """Return a step as its ranks ran it."""
+    return plain(api_of(request).pipeline(PipelineRequest.parse(request.query_params.multi_items())))
+
+
+async def events(request: Request) -> Response:
+    """Return a stream that says what has changed, as long as the page is open; 503 where too many are."""
+    streams: EventStreams = request.app.state.streams
+    return streams.begun()
 
 
 def audit(request: Request) -> Response:
