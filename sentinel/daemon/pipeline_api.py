@@ -243,13 +243,13 @@ def _groups(orders: Sequence[RankOrder], order_at: Mapping[int, int], events: Se
     """Return the ranks of each row: stage by stage; of many ranks those that did alike, and fared alike, together."""
     if len(orders) <= SINGLE_RANKS:
         return [[one.rank] for one in sorted(orders, key=lambda one: (one.pp_stage, one.rank))]
-    hits: dict[int, list[int]] = {}
-    for at, one in enumerate(events):
+    hits: dict[int, set[tuple[object, ...]]] = {}
+    for one in events:
         for rank in one.ranks:
-            hits.setdefault(rank, []).append(at)
+            hits.setdefault(rank, set()).add((one.step, one.phase, one.vpp_stage, one.micro_step, one.mark))
     groups: dict[tuple[object, ...], list[int]] = {}
     for order in orders:
-        key = (order.pp_stage, order_at[order.rank], tuple(hits.get(order.rank, ())))
+        key = (order.pp_stage, order_at[order.rank], frozenset(hits.get(order.rank, ())))
         groups.setdefault(key, []).append(order.rank)
     # Few are named before the many that are like each other.
     return [ranks for _, ranks in sorted(groups.items(), key=lambda one: (one[0][0], len(one[1]), one[1][0]))]
