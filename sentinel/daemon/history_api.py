@@ -146,7 +146,7 @@ class HistoryQueries:
         wanted = msgspec.structs.replace(request.wanted, statistic=statistic, rows=MOST_ROWS, cells=MOST_CELLS)
         with self._turn():
             choices, picture = vector_picture(request.run, run_dir, wanted, request.rank)
-        told = {"run": request.run, "kind": wanted.kind, "choices": msgspec.to_builtins(choices)}
+        told = {"run": request.run, "kind": wanted.kind, "choices": [msgspec.to_builtins(one) for one in choices]}
         if picture is None:
             return told
         is_there = np.isfinite(picture.mean)

@@ -126,15 +126,15 @@ def _picture(connection: duckdb.DuckDBPyConnection, choice: VectorChoice, rank: 
     columns = max(1, min(wanted.columns, wanted.cells // num, num_steps or 1))
     width = max(1, -(-span // columns))
     cells = connection.execute(
-        f"SELECT at, (step - {first}) // {width} AS col, min(value) AS least, max(value) AS greatest, avg(value) AS mean, "
-        "sum(value) AS total, sum(is_bad)::BIGINT AS bad, max(CASE WHEN value > 0 THEN step END) AS above FROM ("
-        "SELECT step, at, CASE WHEN isfinite(raw) THEN raw END AS value, (NOT isfinite(raw))::INTEGER AS is_bad FROM ("
-        "SELECT step, unnest(values) AS raw, generate_subscripts(values, 1) - 1 AS at "
-        f"FROM vectors WHERE {which})) WHERE at < {num} GROUP BY 1, 2",
+        f"SELECT place, (step - {first}) // {width} AS col, min(value) AS least, max(value) AS greatest, avg(value) AS mean,"
+        " sum(value) AS total, sum(is_bad)::BIGINT AS bad, max(CASE WHEN value > 0 THEN step END) AS above FROM ("
+        "SELECT step, place, CASE WHEN isfinite(raw) THEN raw END AS value, (NOT isfinite(raw))::INTEGER AS is_bad FROM ("
+        "SELECT step, unnest(values) AS raw, generate_subscripts(values, 1) - 1 AS place "
+        f"FROM vectors WHERE {which})) WHERE place < {num} GROUP BY 1, 2",
         asked,
     ).fetchnumpy()
     num_columns = -(-span // width)
-    place = cells["at"].astype(np.int64) * num_columns + cells["col"].astype(np.int64)
+    place = cells["place"].astype(np.int64) * num_columns + cells["col"].astype(np.int64)
 
     def placed(name: str) -> npt.NDArray[np.float64]:
         made = np.full(num * num_columns, np.nan)

@@ -33,7 +33,7 @@ def opened(run: ServedRun) -> list[Incident]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
-    """Four stages under 1F1B in which a NaN is born on rank 1, micro-step 2, and taken up to the last stage and down again."""
+    """Four stages under 1F1B; a NaN is born on rank 1 in micro-step 2, and goes up to the last stage and down again."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     source = small_run(run_dir, pp=4, dp=1, micro_steps=4, per_micro_step=True, schedule="1f1b")
     source.plant(Nan(step=BAD, module="layers.1.attn", micro_step=2)).write(16)

@@ -42,7 +42,11 @@ def test_passes_stand_behind_what_they_need_and_never_two_of_a_rank_at_once(tmp_
 
     assert [words_of(one.passes) for one in orders][3] == "F0 B0 F1 B1 F2 B2 F3 B3"
     assert places[3] == (3, 4, 5, 6, 7, 8, 9, 10)
-    at = {(one.rank, p.way, p.micro_step): place for one in orders for p, place in zip(one.passes, places[one.rank])}
+    at = {
+        (one.rank, own.way, own.micro_step): place
+        for one in orders
+        for own, place in zip(one.passes, places[one.rank], strict=True)
+    }
     for micro_step in range(4):
         ups = [at[stage, "F", micro_step] for stage in range(4)]
         downs = [at[stage, "B", micro_step] for stage in (3, 2, 1, 0)]
@@ -68,7 +72,9 @@ def test_folded_rows_say_that_the_order_of_micro_steps_is_not_known(tmp_path: Pa
     assert order.is_folded and {one.micro_step for one in order.passes} == {ALL} and words_of(order.passes) == "F* B*"
 
 
-def test_a_stretch_of_weight_gradients_alone_is_a_pass_of_its_own_and_one_among_data_gradients_is_not(tmp_path: Path) -> None:
+def test_weight_gradients_alone_are_a_pass_of_their_own_and_those_among_data_gradients_are_not(
+    tmp_path: Path,
+) -> None:
     part = parts_of(tmp_path / "run")[0]
     rows = np.zeros(6, part.rows.dtype)
     dgrad, wgrad = int(Kind.DGRAD), int(Kind.WGRAD_UNREDUCED)

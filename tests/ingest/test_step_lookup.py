@@ -72,7 +72,9 @@ def test_torn_and_flipped_bytes_cost_the_frames_that_they_hit(tmp_path: Path) ->
 def test_vectors_of_the_step_come_with_it(tmp_path: Path) -> None:
     source = small_run(tmp_path / "run")
     source.write(2)
-    load = Vector(tensor=0, statistic="load", axis="expert", dtype="<f4", shape=(2,), values=np.array([3, 5], "<f4").tobytes())
+    load = Vector(
+        tensor=0, statistic="load", axis="expert", dtype="<f4", shape=(2,), values=np.array([3, 5], "<f4").tobytes()
+    )
     one = source._ranks[1]
     source._write_message(one, FrameType.VECTOR, encode_message(Vectors(items=(load,))), 2, 0)
     source.write(1)

@@ -150,8 +150,9 @@ def client_of(api: FakeApi, listen: str = "127.0.0.1:9464", **options: Any) -> T
 
 
 READS = [
-    "/", "/incidents/i1", "/assets/app.js", "/api/v1/incidents/i1", "/api/v1/history?run=a", "/api/v1/history/series?run=a",
-    "/api/v1/history/heatmap?run=a", "/api/v1/history/vectors?run=a", "/api/v1/pipeline?run=a", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
+    "/", "/incidents/i1", "/assets/app.js", "/api/v1/incidents/i1", "/api/v1/history?run=a",
+    "/api/v1/history/series?run=a", "/api/v1/history/heatmap?run=a", "/api/v1/history/vectors?run=a",
+    "/api/v1/pipeline?run=a", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
     "/api/v1/control", "/api/v1/silences",
 ]  # fmt: skip
 
