@@ -7,6 +7,7 @@ import { useEffect, useState } from "preact/hooks";
 import { ExpertsView } from "./experts.jsx";
 import { IncidentView } from "./incident.jsx";
 import { LayersView } from "./layers.jsx";
+import { follow } from "./live.js";
 import { Overview } from "./overview.jsx";
 import { PipelineView } from "./pipeline.jsx";
 import { go, link, useRoute } from "./route.js";
@@ -79,4 +80,5 @@ function App() {
 
 const place = document.getElementById("app");
 place.textContent = "";
+follow(address("api/v1/events"));
 render(<App />, place);

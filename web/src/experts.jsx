@@ -124,9 +124,11 @@ function lastOf(values) {
 // What the probe itself has of the router beside its load: a number a step.
 function RouterSeries({ run, map, view, query, onView }) {
   const base = map.name.replace(/:load$/, "");
-  const asked = { run, kind: "router", statistic: "mean", name: ROUTER_SERIES.map((one) => `${base}:${one}`), from: query.from, to: query.to, columns: 800 };
+  // Its own name is always known: a question of which nothing is known would be refused.
+  const names = [map.name, ...ROUTER_SERIES.map((one) => `${base}:${one}`)];
+  const asked = { run, kind: "router", statistic: "mean", name: names, from: query.from, to: query.to, columns: 800 };
   const answer = useAnswer(address("api/v1/history/series", asked), 0, true);
-  return (answer.data?.series ?? []).map((one) => (
+  return (answer.data?.series ?? []).filter((one) => one.name !== map.name).map((one) => (
     <Plot key={one.series} title={`${one.name} (router)`} columns={{ ...one, width: answer.data.width }} view={view} extent={view} onView={onView} incidents={[]} />
   ));
 }

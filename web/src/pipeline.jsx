@@ -11,8 +11,9 @@ const WAYS = { F: "forward", B: "backward", W: "weight gradients" };
 const BEFORE = ["weights"];
 const BEHIND = ["loss", "metrics", "gradients", "schedule", "norm", "optimizer", "comm", "other"];
 const MARKS = { cause: "came first", nonfinite: "NaN or inf", finite: "out of its range" };
+const RANK = { cause: 0, nonfinite: 1, finite: 2 };
 const EXTRA_PX = 62;
-const A_PAGE = 100; // Rows of a table at once.
+const A_PAGE = 40; // Rows of a table at once.
 const LOGGED = "logged";
 
 function useWidth(frame) {
@@ -45,7 +46,14 @@ function layOut(told) {
       }
     }
   }
-  return { rows, before, behind, cells, num: Math.max(told.num_columns, 1) };
+  // What is drawn of several at one place: whether it has been reached, and the gravest mark.
+  const places = new Map();
+  for (const one of cells) {
+    const key = `${one.row}/${one.kind}/${one.column}`;
+    const known = places.get(key);
+    places.set(key, known ? { ...known, mark: RANK[one.mark] < RANK[known.mark] ? one.mark : known.mark } : one);
+  }
+  return { rows, before, behind, cells, places: [...places.values()], num: Math.max(told.num_columns, 1) };
 }
 
 function scaleOf(plan, width) {
@@ -82,7 +90,7 @@ function paint(canvas, plan, scale, rowPx, current) {
   });
   const middle = (cell) => [scale.x(cell.kind, cell.column) + scale.wide(cell.kind) / 2, cell.row * rowPx + rowPx / 2];
   const size = (cell) => Math.max(2, Math.min(scale.wide(cell.kind) / 2 - 1, rowPx / 2 - 1, 7));
-  for (const cell of [...plan.cells].reverse()) {
+  for (const cell of plan.places) {
     const [x, y] = middle(cell);
     context.beginPath();
     context.arc(x, y, size(cell), 0, 7);
@@ -144,6 +152,7 @@ function Drawing({ told, plan, current, onAt, onKey }) {
     const column = Math.floor((x - scale.x("pass", 0)) / scale.pass);
     return { row, cells, column };
   };
+  const hasStages = plan.rows.some((row) => row.stage > 0);
   const own = plan.cells.filter((one) => one.at === current).slice(0, 80);
   const one = told.events[current];
   const pointedWords = pointed && plan.rows[pointed.row] && [plan.rows[pointed.row].label, passWords(plan.rows[pointed.row], pointed.column), pointed.cells.length && plural(pointed.cells.length, "anomaly").replace("anomalys", "anomalies")].filter(Boolean).join(", ");
@@ -154,7 +163,7 @@ function Drawing({ told, plan, current, onAt, onKey }) {
       <div class="body">
         <div class="labels" style={{ height: `${height}px` }} aria-hidden="true">
           {plan.rows.map((row, place) => place % every === 0 && (
-            <span key={place} style={{ top: `${place * rowPx + Math.max(0, (rowPx - 13) / 2)}px` }} title={row.label}>{row.stage === null || told.rows.length < 2 ? "" : `stage ${row.stage}, `}{row.label}</span>
+            <span key={place} style={{ top: `${place * rowPx + Math.max(0, (rowPx - 13) / 2)}px` }} title={row.label}>{row.stage !== null && hasStages && <i class="stage">stage {row.stage}, </i>}{row.label}</span>
           ))}
         </div>
         <div class="frame" ref={frame} style={{ height: `${height}px` }}>
