@@ -8,9 +8,10 @@ import { expertsLink, go } from "./route.js";
 import { NoHistory, Toolbar, useHistory, viewOf } from "./run.jsx";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
-import { grouped, number, plural, seen } from "./words.js";
+import { grouped, number, plural, seen, seenEnd } from "./words.js";
 
 const KINDS = { router: "experts", attention: "heads" };
+const NONE = [];
 const ROUTER_SERIES = ["entropy", "max_over_mean", "inactive"];
 
 function SwitchOn({ kind }) {
@@ -33,7 +34,8 @@ function describe(map, row, column) {
   return `${map.axis} ${row}, ${steps}: ${[value, state].filter(Boolean).join(", ")}`;
 }
 
-function HeatMap({ map, scale, cursor, onCursor }) {
+function HeatMap({ map, scale }) {
+  const [cursor, onCursor] = useState(null);
   const canvas = useRef(null);
   const frame = useRef(null);
   const [width, setWidth] = useState(0);
@@ -117,6 +119,8 @@ function ofBalance(map, name) {
   return { width: map.width, steps: values.map((_, at) => map.first_step + at * map.width), least: values, greatest: values, mean: values, last: values, nans: values.map(() => 0), infs: values.map(() => 0) };
 }
 
+const BALANCE = { entropy: "Entropy of the load, over that of equal shares", max_over_mean: "Largest share over the mean share", idle: "Experts without a token" };
+
 function lastOf(values) {
   return values.findLast((one) => one !== null) ?? null;
 }
@@ -128,9 +132,8 @@ function RouterSeries({ run, map, view, query, onView }) {
   const names = [map.name, ...ROUTER_SERIES.map((one) => `${base}:${one}`)];
   const asked = { run, kind: "router", statistic: "mean", name: names, from: query.from, to: query.to, columns: 800 };
   const answer = useAnswer(address("api/v1/history/series", asked), 0, true);
-  return (answer.data?.series ?? []).filter((one) => one.name !== map.name).map((one) => (
-    <Plot key={one.series} title={`${one.name} (router)`} columns={{ ...one, width: answer.data.width }} view={view} extent={view} onView={onView} incidents={[]} />
-  ));
+  const found = useMemo(() => (answer.data?.series ?? []).filter((one) => one.name !== map.name).map((one) => ({ ...one, width: answer.data.width })), [answer.data]);
+  return found.map((one) => <Plot key={one.series} title={`${one.name} (router)`} columns={one} view={view} extent={view} onView={onView} incidents={NONE} />);
 }
 
 export function ExpertsView({ name: run, query }) {
@@ -139,10 +142,10 @@ export function ExpertsView({ name: run, query }) {
   const columns = Math.min(1200, Math.max(120, Math.round((globalThis.innerWidth ?? 1000) - 260)));
   const asked = { run, kind, statistic: query.statistic, series: query.series, rank: query.rank, from: query.from, to: query.to, columns };
   const answer = useAnswer(held ? address("api/v1/history/vectors", asked) : null, query.to ? 0 : 10_000, true);
-  const [cursor, setCursor] = useState(null);
   const told = answer.data?.run === run && answer.data.kind === kind ? answer.data : null;
   const map = useMemo(() => told?.values && { ...told, values: unpacked(told.values, Float32Array), states: unpacked(told.states, Uint8Array) }, [told]);
   const scale = useMemo(() => map && scaleOf(map.values.filter((one, at) => map.states[at] === VALUE)), [map]);
+  const plots = useMemo(() => (map?.balance ? Object.keys(BALANCE).map((name) => [name, ofBalance(map, name)]) : []), [map]);
   const set = (changes) => go(expertsLink(run, { ...query, ...changes }));
   const extent = map ? [Math.min(map.first_step, held.first_step), Math.max(map.last_step, held.last_step)] : [0, 1];
   const view = map ? viewOf(query, [map.first_step, map.last_step]) : [0, 1];
@@ -159,7 +162,7 @@ export function ExpertsView({ name: run, query }) {
       {held && (
         <Toolbar view={view} extent={extent} onView={onView}>
           <Choice label="what" value={kind} options={Object.entries(KINDS)} onChange={(value) => set({ kind: value, series: "", statistic: "", rank: "" })} />
-          {of.length > 0 && <Choice label="of" value={map?.series} options={of.map((one) => [one.series, seen(one.name, 80)])} onChange={(value) => set({ series: value, rank: "" })} />}
+          {of.length > 0 && <Choice label="of" value={map?.series} options={of.map((one) => [one.series, seenEnd(one.name, 60)])} onChange={(value) => set({ series: value, rank: "" })} />}
           {statistics.length > 1 && <Choice label="statistic" value={map?.statistic} options={statistics.map((one) => [one, one])} onChange={(value) => set({ statistic: value, series: "", rank: "" })} />}
           {own && own.ranks.length > 1 && <Choice label="rank" value={map.rank ?? ""} options={[...(map.balance ? [["", "all ranks"]] : []), ...own.ranks.slice(0, 300).map((one) => [one, `rank ${one}`])]} onChange={(value) => set({ rank: value })} />}
         </Toolbar>
@@ -174,11 +177,9 @@ export function ExpertsView({ name: run, query }) {
               : <>{plural(map.num_values, "head")} of rank {map.rank}. Ranks of one tensor-parallel group hold other heads.</>}
             {" "}<span class="muted">A column is {map.width === 1 ? "one step" : plural(map.width, "step")}.</span>
           </p>
-          <HeatMap map={map} scale={scale} cursor={cursor} onCursor={setCursor} />
+          <HeatMap map={map} scale={scale} />
           <Legend scale={scale} unit={map.balance ? " of the tokens" : ""} />
-          {map.balance && [["entropy", "Entropy of the load, over that of equal shares"], ["max_over_mean", "Largest share over the mean share"], ["idle", "Experts without a token"]].map(([name, title]) => (
-            <Plot key={name} title={title} columns={ofBalance(map, name)} view={view} extent={extent} onView={onView} incidents={[]} />
-          ))}
+          {plots.map(([name, columns]) => <Plot key={name} title={BALANCE[name]} columns={columns} view={view} extent={extent} onView={onView} incidents={NONE} />)}
           {map.balance && <RouterSeries run={run} map={map} view={view} query={query} onView={onView} />}
           <ValueTable map={map} />
         </>

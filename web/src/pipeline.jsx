@@ -206,7 +206,7 @@ function EventTable({ told, current, onAt }) {
     <div class="wide">
       <table class="events">
         <caption>What was found, in the causal order: {told.events.length ? `${grouped(from + 1)} to ${grouped(last)} of ${grouped(told.num_events)}` : "nothing"}</caption>
-        <thead><tr><th class="number">No.</th><th class="number">Step</th><th>Where</th><th>Phase</th><th class="number">Micro-step</th><th>What</th><th /></tr></thead>
+        <thead><tr><th class="number">No.</th><th class="number">Step</th><th>Where</th><th>Phase</th><th class="number">Micro-step</th><th>What</th><th>Mark</th></tr></thead>
         <tbody>
           {shown.map((one, place) => (
             <tr key={one.id} aria-current={from + place === current ? "true" : undefined}>
@@ -299,7 +299,7 @@ export function PipelineView({ name: run, query }) {
       <h1>{seen(run, 120)}</h1>
       <RunTabs run={run} current="Pipeline" query={query} />
       <div class="toolbar">
-        <StepForm step={told ? told.asked_step : step ?? null} onStep={(chosen) => set({ step: chosen, at: "" })} />
+        <StepForm step={step ?? told?.asked_step ?? null} onStep={(chosen) => set({ step: chosen, at: "" })} />
         <label>incident <select value={query.incident ?? ""} onChange={(event) => set({ incident: event.currentTarget.value, step: "", at: "" })}>
           <option value="">what was found in the step</option>
           {query.incident && !own && <option value={query.incident}>{seen(query.incident, 40)}</option>}
