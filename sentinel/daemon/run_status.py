@@ -20,7 +20,6 @@ from sentinel.report.metrics import RunMetrics
 from sentinel.store.run_paths import RunPaths
 from sentinel.store.write_clock import WriteClock
 
-
 HEARD_S = 5.0
 """Seconds in which it makes no difference when a run was last heard."""
 
@@ -101,8 +100,15 @@ class RunStatus:
     def changes(self) -> RunChanges:
         """Return what tells whether anything of the run is new. Two that are equal are of one state."""
         metrics = self._published
-        steps = (metrics.attempt, metrics.newest_step, metrics.judged_step, round((metrics.last_record_time or 0.0) / HEARD_S))
-        progress = (*steps, self._history.num_bytes, *metrics.ranks.values())
+        heard = round((metrics.last_record_time or 0.0) / HEARD_S)
+        progress = (
+            metrics.attempt,
+            metrics.newest_step,
+            metrics.judged_step,
+            heard,
+            self._history.num_bytes,
+            *metrics.ranks.values(),
+        )
         found = (self._commits.num_onsets, self._commits.num_revisions, len(self.problems()), len(self._notices.notes))
         return RunChanges(progress=progress, found=found)
 

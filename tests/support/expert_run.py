@@ -36,7 +36,7 @@ def expert_run(run_dir: Path, *, router: str = "layers.1.mlp.router", **options:
 
 
 def write_with_vectors(source: SyntheticRun, num_steps: int) -> None:
-    """Write steps, each with the vectors of the first stage's ranks; expert `IDLE_EXPERT` gets nothing in the second half."""
+    """Write steps, each with the vectors of the first stage's ranks; `IDLE_EXPERT` gets nothing in the second half."""
     first = source.step
     for step in range(first, first + num_steps):
         for at in range(source.num_ranks):
