@@ -26,7 +26,7 @@ OPEN = "the stream of the page"
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, SyntheticRun, Daemon]]:
+def live_run(tmp_path: Path) -> Iterator[tuple[str, SyntheticRun, Daemon]]:
     """A run of 40 steps that may go on, its loss jumping at step 50."""
     source = small_run(tmp_path / "run", pp=1, dp=1).plant(LossJump(step=50, factor=30.0))
     source.write(40)
@@ -47,9 +47,9 @@ def row(page: Page, text: str) -> None:
 
 
 def test_an_event_has_the_page_ask_at_once_and_nothing_else_does(
-    browser: Browser, served: tuple[str, SyntheticRun, Daemon]
+    browser: Browser, live_run: tuple[str, SyntheticRun, Daemon]
 ) -> None:
-    found, source, one = served
+    found, source, one = live_run
     with Looked(browser, found) as looked:
         page, asked = looked.page, list[str]()
         page.on("request", lambda request: asked.append(request.url.partition("/api/v1/")[2].partition("?")[0]))
@@ -76,9 +76,9 @@ def test_an_event_has_the_page_ask_at_once_and_nothing_else_does(
 
 
 def test_where_it_cannot_be_told_the_page_asks_every_few_seconds(
-    browser: Browser, served: tuple[str, SyntheticRun, Daemon]
+    browser: Browser, live_run: tuple[str, SyntheticRun, Daemon]
 ) -> None:
-    found, source, one = served
+    found, source, one = live_run
     with Looked(browser, found) as looked:
         looked.page.route(EVENTS, lambda route: route.fulfill(status=503, body="{}"))
         page = looked.go("/", "Open incidents")
@@ -90,10 +90,10 @@ def test_where_it_cannot_be_told_the_page_asks_every_few_seconds(
 
 
 def test_tabs_of_one_browser_share_few_streams_and_leave_room_for_its_questions(
-    browser: Browser, served: tuple[str, SyntheticRun, Daemon]
+    browser: Browser, live_run: tuple[str, SyntheticRun, Daemon]
 ) -> None:
     """A browser has six connections to one server: with a stream in each of seven tabs nothing would be answered."""
-    found, source, one = served
+    found, source, one = live_run
     with Looked(browser, found) as looked:
         pages = [looked.page, *(looked.page.context.new_page() for _ in range(6))]
         for page in pages:

@@ -94,14 +94,6 @@ def address(runs: Path) -> Iterator[str]:
             yield found
 
 
-@pytest.fixture
-def looked(browser: Browser, address: str) -> Iterator[Looked]:
-    """A page of which the browser must have complained of nothing in the end."""
-    with Looked(browser, address) as one:
-        yield one
-        assert one.complaints == []
-
-
 def incident_ids(address: str) -> dict[str, str]:
     """Return title -> id of the incidents of the good run."""
     with urllib.request.urlopen(f"{address}/api/v1/incidents?run={GOOD}", timeout=LONG_S) as answer:

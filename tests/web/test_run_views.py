@@ -75,14 +75,6 @@ def incident(address: str) -> str:
         return next(one["id"] for one in json.load(answer)["incidents"] if "layers.1.attn" in one["title"])
 
 
-@pytest.fixture
-def looked(browser: Browser, address: str) -> Iterator[Looked]:
-    """A page of which the browser must have complained of nothing in the end."""
-    with Looked(browser, address) as one:
-        yield one
-        assert one.complaints == []
-
-
 def readout(page: Page) -> str:
     return page.locator(".pipeline .readout").inner_text()
 
