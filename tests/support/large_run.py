@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from sentinel.anomaly import Severity
+from sentinel.daemon.config import DaemonConfig
+from sentinel.history.config import HistoryConfig
 from sentinel.report.files import anomaly_line, json_line
 from sentinel.store.found import FoundAnomaly, FoundIncident
 from sentinel.store.journal import Commit, Journal
@@ -23,7 +25,7 @@ BAD = 4
 
 
 def write_wide_run(run_dir: Path, *, num_ranks: int, num_scalars: int, num_incidents: int, num_steps: int = 8) -> None:
-    """Write a run of many ranks, in `STAGES` stages, that logs many values; judged, with many more incidents in its journal.
+    """Write a run of many ranks, in `STAGES` stages, that logs many values; judged, with a history, and many more incidents.
 
     A NaN is born in step `BAD`. The other incidents are over, and are of one anomaly each.
     """
@@ -40,7 +42,7 @@ def write_wide_run(run_dir: Path, *, num_ranks: int, num_scalars: int, num_incid
             per_micro_step=True, schedule="1f1b",
         )  # fmt: skip
         source.plant(Nan(step=BAD, module="layers.1", micro_step=1)).write(num_steps)
-    judge_run(run_dir)
+    judge_run(run_dir, DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2)))
     _add_incidents(run_dir, num_incidents, num_steps)
 
 
