@@ -44,6 +44,8 @@ class StepCommits:
         """The decision whose state the stages are in."""
         self.num_onsets = journal.found.num_onsets()
         """Anomalies since the run began."""
+        self.num_revisions = 0
+        """Revisions of incidents since this was made: it only grows."""
         self._journal, self._files, self._alerts = journal, files, alerts
         self._snapshots, self._acknowledgement = snapshots, acknowledgement
         self._takes, self._history = takes, history
@@ -100,6 +102,7 @@ class StepCommits:
         self._num_decisions += 1
         self._commit.anomalies += [(self.seq, _found(one)) for one in judgement.anomalies]
         self.num_onsets += sum(one.event == "onset" for one in judgement.anomalies)
+        self.num_revisions += len(judgement.incidents)
         self._commit.num_onsets = self.num_onsets
         now = time.time()
         for incident in judgement.incidents:

@@ -21,6 +21,7 @@ from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
     from sentinel.history.pictures import Picture
+    from sentinel.history.vector_pictures import VectorPicture
 
 MOST_CELLS = 400_000
 """Cells of a heat map: an answer of 2.7 MB."""
@@ -31,7 +32,9 @@ MOST_COLUMNS = 4000
 MOST_SERIES = 64
 WAIT_S = 3.0
 """One question is answered at a time; the next waits so long."""
-PARAMETERS = ("run", "kind", "statistic", "name", "series", "from", "to", "columns", "of", "find")
+PARAMETERS = ("run", "kind", "statistic", "name", "series", "from", "to", "columns", "of", "find", "rank")
+TENSOR_STATISTIC = "std"
+"""What is shown of tensors where nobody says."""
 SHOWS = ("extreme", "min", "max", "avg", "last")
 """What of a bucket a cell of a heat map shows; `extreme`: the value that is farthest from zero."""
 
@@ -47,6 +50,8 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
     of: str = "extreme"
     find: str = ""
     """Part of the names of tensors that are listed."""
+    rank: int | None = None
+    """Whose vectors are shown; None: of the load of experts those of all ranks, of anything else the lowest's."""
 
     @classmethod
     def parse(cls, parameters: Sequence[tuple[str, str]]) -> HistoryRequest:
@@ -67,7 +72,7 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
         kind = given.get("kind", [SCALAR])[0]
         wanted = Wanted(
             kind=kind,
-            statistic=given.get("statistic", [{SCALAR: VALUE, STEPS: SECONDS}.get(kind, "std")])[0],
+            statistic=given.get("statistic", [{SCALAR: VALUE, STEPS: SECONDS}.get(kind, TENSOR_STATISTIC)])[0],
             names=tuple(given.get("name", ["*"]))[:MOST_SERIES],
             series=tuple(whole_number({"series": [one]}, "series", 0) for one in given.get("series", [])[:MOST_SERIES]),
             first_step=whole_number(given, "from", 0),
@@ -76,7 +81,8 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
         if wanted.last_step < wanted.first_step:
             raise ConfigError(f"to: expected a step from {wanted.first_step} on, got {wanted.last_step}")
-        return cls(run=given["run"][0], wanted=wanted, of=of, find=given.get("find", [""])[0][:200])
+        rank = whole_number(given, "rank", 0) if "rank" in given else None
+        return cls(run=given["run"][0], wanted=wanted, of=of, find=given.get("find", [""])[0][:200], rank=rank)
 
 
 class HistoryQueries:
@@ -128,6 +134,41 @@ class HistoryQueries:
             "states": _packed(states.astype(np.uint8)),
         }
 
+    def vectors(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
+        """Return the value of each expert, or head, over steps: `values`, `states` as of a heat map, and what they come to.
+
+        The kind is `router` or `attention`; where nothing was recorded `choices` is empty.
+        """
+        from sentinel.history.vector_pictures import LOAD, vector_picture
+
+        # What a statistic of vectors is called, that of tensors is not.
+        statistic = "" if request.wanted.statistic == TENSOR_STATISTIC else request.wanted.statistic
+        wanted = msgspec.structs.replace(request.wanted, statistic=statistic, rows=MOST_ROWS, cells=MOST_CELLS)
+        with self._turn():
+            choices, picture = vector_picture(request.run, run_dir, wanted, request.rank)
+        told = {"run": request.run, "kind": wanted.kind, "choices": [msgspec.to_builtins(one) for one in choices]}
+        if picture is None:
+            return told
+        is_there = np.isfinite(picture.mean)
+        states = np.where(picture.bad > 0, HAS_NAN, np.where(is_there, VALUE_THERE, NOTHING))
+        most = float(np.finfo(np.float32).max)
+        return told | {
+            "series": picture.choice.series,
+            "name": picture.choice.name,
+            "statistic": picture.choice.statistic,
+            "axis": picture.choice.axis,
+            "rank": picture.rank,
+            "first_step": picture.first_step,
+            "last_step": picture.last_step,
+            "width": picture.width,
+            "num_values": len(picture.mean),
+            "num_columns": picture.mean.shape[1],
+            "values": _packed(np.clip(picture.mean, -most, most).astype("<f4")),
+            "states": _packed(states.astype(np.uint8)),
+            "of_values": _of_values(picture),
+            "balance": _balance(picture.mean) if picture.choice.statistic == LOAD else None,
+        }
+
     def _picture(self, run_dir: Path, request: HistoryRequest, most_rows: int, most_cells: int) -> Picture:
         from sentinel.history.pictures import picture_of
 
@@ -165,6 +206,40 @@ def _shown(picture: Picture, of: str) -> npt.NDArray[np.float64]:
         "extreme": lambda: np.where(-picture.least > picture.greatest, picture.least, picture.greatest),
     }
     return named[of]()
+
+
+def _of_values(picture: VectorPicture) -> list[dict[str, Any]]:
+    """Return what each expert, or head, came to over all columns."""
+    found = []
+    for at, row in enumerate(picture.mean):
+        there = np.flatnonzero(np.isfinite(row))
+        of_row = row[there]
+        found.append(
+            {
+                "mean": float(of_row.mean()) if len(there) else None,
+                "least": float(np.nanmin(picture.least[at])) if len(there) else None,
+                "greatest": float(np.nanmax(picture.greatest[at])) if len(there) else None,
+                "last": float(of_row[-1]) if len(there) else None,
+                "last_step_above_0": int(picture.last_above[at]),
+                "num_bad": int(picture.bad[at].sum()),
+            }
+        )
+    return found
+
+
+def _balance(shares: npt.NDArray[np.float64]) -> dict[str, list[Any]]:
+    """Return of each column of shares [experts, columns] the entropy over that of equal shares, the largest share over the
+    mean one, and how many experts got no token; null where nothing was measured."""
+    is_there: npt.NDArray[np.bool_] = np.asarray(np.isfinite(shares).any(axis=0))
+    known = np.where(np.isfinite(shares), shares, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.where(known > 0, known * np.log(known), 0.0).sum(axis=0) / np.log(max(2, len(shares)))
+    absent = np.full(len(is_there), np.nan)
+    return {
+        "entropy": _listed(np.where(is_there, entropy, absent)),
+        "max_over_mean": _listed(np.where(is_there, known.max(axis=0) * len(shares), absent)),
+        "idle": [int(num) if there else None for num, there in zip((known == 0).sum(axis=0), is_there, strict=True)],
+    }
 
 
 def _listed(values: npt.NDArray[np.float64]) -> list[float | None]:

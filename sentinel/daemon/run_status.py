@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,18 @@ from sentinel.daemon.stages import RunStages
 from sentinel.report.metrics import RunMetrics
 from sentinel.store.run_paths import RunPaths
 from sentinel.store.write_clock import WriteClock
+
+HEARD_S = 5.0
+"""Seconds in which it makes no difference when a run was last heard."""
+
+
+class RunChanges(NamedTuple):
+    """Numbers that are others once something of a run is."""
+
+    progress: tuple[int | None, ...]
+    """Of its steps and ranks, and of its history."""
+    found: tuple[int, ...]
+    """Of its anomalies, incidents and problems."""
 
 
 class RunStatus:
@@ -84,6 +96,21 @@ class RunStatus:
     def slow_disk(self) -> str:
         """That a disk of the run answers slowly, in words, also while it does not answer; empty: it answers in time."""
         return next((one.problem for one in self.writes if one.problem), "")
+
+    def changes(self) -> RunChanges:
+        """Return what tells whether anything of the run is new. Two that are equal are of one state."""
+        metrics = self._published
+        heard = round((metrics.last_record_time or 0.0) / HEARD_S)
+        progress = (
+            metrics.attempt,
+            metrics.newest_step,
+            metrics.judged_step,
+            heard,
+            self._history.num_bytes,
+            *metrics.ranks.values(),
+        )
+        found = (self._commits.num_onsets, self._commits.num_revisions, len(self.problems()), len(self._notices.notes))
+        return RunChanges(progress=progress, found=found)
 
     def describe(self) -> dict[str, Any]:
         """Return what `/api/v1/runs` says of the run."""

@@ -18,6 +18,8 @@ from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
+from sentinel.daemon.pipeline_api import PipelineQueries, PipelineRequest
+from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.trace_api import TraceRequest, traced
@@ -76,7 +78,7 @@ class ServedApi:
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
-        self._series, self._history = SeriesQueries(), HistoryQueries()
+        self._series, self._history, self._pipeline = SeriesQueries(), HistoryQueries(), PipelineQueries()
 
     # Called by the loop.
 
@@ -213,6 +215,19 @@ class ServedApi:
     def traces(self, request: TraceRequest) -> dict[str, Any]:
         """Return pictures of tensors that the ranks of a run have made."""
         return traced(self._run_dir(request.run), request)
+
+    def vectors(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return the value of each expert, or of each head, over steps, out of the history."""
+        return self._history.vectors(self._run_dir(request.run), request)
+
+    def pipeline(self, request: PipelineRequest) -> dict[str, Any]:
+        """Return a step as its ranks ran it, with what was found in it in the causal order."""
+        [one] = self._chosen(request.run)
+        return self._pipeline.answer(one, request, one.status.metrics().judged_step)
+
+    def changes(self) -> dict[str, RunChanges]:
+        """Return run -> numbers that are others once something of it is."""
+        return {name: run.status.changes() for name, run in self._runs.items()}
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""

@@ -104,7 +104,7 @@ def held(run: str, run_dir: Path, find: str = "", limit: int = 200) -> dict[str,
     limit: most scalars and most tensors that are listed.
     """
     manifest = read_manifest(run_dir / FOLDER)
-    with _asked(run, run_dir) as connection:
+    with asked_history(run, run_dir) as connection:
         rows = connection.execute(
             "SELECT series, left(name, ?), kind, place, depth FROM series ORDER BY kind, depth, site_pos, name", [MOST_NAME]
         ).fetchall()
@@ -135,7 +135,7 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
     manifest = read_manifest(run_dir / FOLDER)
     first, last = _extent(manifest)
     first, last = max(first, wanted.first_step), min(last, wanted.last_step)
-    with _asked(run, run_dir) as connection:
+    with asked_history(run, run_dir) as connection:
         if wanted.kind == STEPS:
             return _step_times(connection, first, last, wanted.columns)
         series = _series(connection, wanted)
@@ -151,8 +151,8 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
 
 
 @contextlib.contextmanager
-def _asked(run: str, run_dir: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection that takes one core, and is interrupted when its time is over."""
+def asked_history(run: str, run_dir: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a connection that answers for one run: it takes one core, and is interrupted when its time is over."""
     with asking({run: run_dir}, num_threads=1) as connection:
         import duckdb
 

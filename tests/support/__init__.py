@@ -5,6 +5,8 @@
 | make an anomaly or an incident | `anomalies`: `a_nan`, `an_excursion`, `an_incident`, each with the fields that differ |
 | write a run that nobody trained, and judge it | `serving`: `small_run`, `served`, `catch_up`, `judge_run` |
 | write one whose names and values are hostile | `hostile_run`: `write_hostile_run`, `EVIL` |
+| write one whose ranks recorded vectors of experts and heads | `expert_run`: `expert_run`, `write_with_vectors` |
+| write one of many ranks, values, tensors or incidents | `large_run`: `write_wide_run`, `write_deep_run` |
 | read back what a judge wrote | `results`: `anomalies`, `revisions`, `incidents`, `decisions`, `result_bytes` |
 | read back what `sentinel export` prints | `exported`: `exported_rows`, `strict_json` |
 | get the steps of a run as a daemon closes them | `closed_steps`: `closed_steps`, `statistics`, `FollowedRun` |

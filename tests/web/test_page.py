@@ -19,7 +19,7 @@ from sentinel.history.config import HistoryConfig
 from sentinel.testing import BlowUp, LossJump, Nan
 
 from ..daemon.test_daemon import daemon, url
-from ..support.browser import Looked, chromium
+from ..support.browser import Looked
 from ..support.hostile_run import write_hostile_run
 from ..support.serving import small_run
 from ..support.waiting import wait_for
@@ -54,12 +54,6 @@ VIEWS = {
 LONG_S = 60.0
 """Longest time for what the page and the daemon do on a machine on which much else runs."""
 shown = functools.partial(wait_for, timeout_s=LONG_S, interval_s=0.1)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +92,6 @@ def address(runs: Path) -> Iterator[str]:
 
             shown(lambda: one.api.is_ready() and last_steps() == [STEPS - 1, 11], "the histories")
             yield found
-
-
-@pytest.fixture
-def looked(browser: Browser, address: str) -> Iterator[Looked]:
-    """A page of which the browser must have complained of nothing in the end."""
-    with Looked(browser, address) as one:
-        yield one
-        assert one.complaints == []
 
 
 def incident_ids(address: str) -> dict[str, str]:

@@ -4,9 +4,12 @@ import "./app.css";
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 
+import { ExpertsView } from "./experts.jsx";
 import { IncidentView } from "./incident.jsx";
 import { LayersView } from "./layers.jsx";
+import { follow } from "./live.js";
 import { Overview } from "./overview.jsx";
+import { PipelineView } from "./pipeline.jsx";
 import { go, link, useRoute } from "./route.js";
 import { RunView } from "./run.jsx";
 import { SearchView } from "./search.jsx";
@@ -41,12 +44,13 @@ function Health({ health }) {
 }
 
 const VIEWS = { "": Overview, runs: RunView, incidents: IncidentView, search: SearchView };
+const WITHIN = { layers: LayersView, pipeline: PipelineView, experts: ExpertsView }; // A run.
 
 function App() {
   const { parts, query } = useRoute();
   const health = useAnswer(address("healthz"), 10_000);
   const [first = "", name, within] = parts;
-  const View = first === "runs" && within === "layers" ? LayersView : VIEWS[first];
+  const View = first === "runs" && Object.hasOwn(WITHIN, within ?? "") ? WITHIN[within] : VIEWS[first];
   useEffect(() => {
     document.title = name ? `${seen(name, 60)} - Sentinel` : "Sentinel";
   }, [name]);
@@ -59,7 +63,7 @@ function App() {
         <nav aria-label="Where you are">
           <a class="home" href={link([])}>Sentinel</a>{" "}
           {first === "runs" && name && <><span class="muted">/</span> <a href={link(["runs", name])}>{seen(name, 60)}</a></>}
-          {within === "layers" && <> <span class="muted">/</span> layers</>}
+          {first === "runs" && Object.hasOwn(WITHIN, within ?? "") && <> <span class="muted">/</span> {within}</>}
           {first === "incidents" && query.run && <><span class="muted">/</span> <a href={link(["runs", query.run])}>{seen(query.run, 60)}</a></>}
           {first === "incidents" && name && <> <span class="muted">/</span> <code>{seen(name, 40)}</code></>}
         </nav>
@@ -76,4 +80,5 @@ function App() {
 
 const place = document.getElementById("app");
 place.textContent = "";
+follow(address("api/v1/events"));
 render(<App />, place);

@@ -1,26 +1,19 @@
 // Layers x steps: one statistic of every tensor of a kind, in the order of the model's forward, over the run.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
-import { colours, rgb, scaleOf, shade } from "./colours.js";
+import { scaleOf } from "./colours.js";
+import { Choice, INF, Legend, NAN, NOTHING, UNDEFINED, VALUE, paint, unpacked } from "./heat.jsx";
 import { Plot, movedView } from "./plot.jsx";
-import { go, incidentLink, layersLink, runLink } from "./route.js";
+import { go, incidentLink, layersLink } from "./route.js";
 import { NoHistory, Toolbar, useHistory, viewOf } from "./run.jsx";
 import { address, useAnswer } from "./server.js";
+import { RunTabs } from "./tabs.jsx";
 import { grouped, number, plural, seen, seenEnd, severityClass } from "./words.js";
 
-const [NOTHING, VALUE, UNDEFINED, INF, NAN] = [0, 1, 2, 3, 4];
 const OF_WORDS = { extreme: "farthest from zero", max: "greatest", min: "least", avg: "mean", last: "last" };
 const MADE = ["rms", "norm", "absmax"]; // Of what is made of kept statistics a history knows no mean of several steps.
 const LABELS_PX = 190;
 const KINDS_FIRST = ["wgrad", "activation", "dgrad", "param"];
-
-function unpacked(text, Kind) {
-  const packed = atob(text);
-  const bytes = new Uint8Array(packed.length);
-  // Uint8Array.from would call a function for each of two million bytes.
-  for (let at = 0; at < packed.length; at += 1) bytes[at] = packed.charCodeAt(at);
-  return new Kind(bytes.buffer);
-}
 
 function readAnswer(answer) {
   return { ...answer, values: unpacked(answer.values, Float32Array), states: unpacked(answer.states, Uint8Array) };
@@ -50,56 +43,6 @@ function describe(map, row, column) {
   return `${seen(one.name, 120)}${more}${one.place ? ` (${seen(one.place, 40)})` : ""}, ${steps}: ${[value, state].filter(Boolean).join(", ")}`;
 }
 
-function paint(canvas, map, scale, tones) {
-  const ratio = devicePixelRatio || 1;
-  const rowPx = canvas.clientHeight / map.rows.length;
-  const width = Math.max(map.num_columns, Math.round(canvas.clientWidth * ratio));
-  const height = Math.max(map.rows.length, Math.round(canvas.clientHeight * ratio));
-  canvas.width = width;
-  canvas.height = height;
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(width, height);
-  const pixels = new Uint32Array(image.data.buffer);
-  const word = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-  const shades = Array.from({ length: 1024 }, (_, at) => word(shade(at / 1023)));
-  const special = { [NOTHING]: 0, [UNDEFINED]: word(rgb(tones.undefined)), [INF]: word(rgb(tones.inf)), [NAN]: word(rgb(tones.nan)) };
-  // Each column takes at least one pixel of the screen: there are never more columns than pixels.
-  const from = Int32Array.from({ length: map.num_columns + 1 }, (_, at) => Math.floor((at * width) / map.num_columns));
-  for (let row = 0; row < map.rows.length; row += 1) {
-    const [top, bottom] = [Math.floor((row * height) / map.rows.length), Math.floor(((row + 1) * height) / map.rows.length)];
-    const line = new Uint32Array(width);
-    for (let column = 0; column < map.num_columns; column += 1) {
-      const cell = row * map.num_columns + column;
-      const state = map.states[cell];
-      const colour = state === VALUE ? shades[Math.round(1023 * Math.min(1, scale.share(map.values[cell])))] : special[state];
-      line.fill(colour, from[column], from[column + 1]);
-    }
-    const gap = rowPx >= 6 ? 1 : 0;
-    for (let y = top; y < Math.max(top + 1, bottom - gap); y += 1) pixels.set(line, y * width);
-  }
-  context.putImageData(image, 0, 0);
-}
-
-function Legend({ scale, isRelative }) {
-  const canvas = useRef(null);
-  useEffect(() => {
-    const context = canvas.current.getContext("2d");
-    for (let x = 0; x < canvas.current.width; x += 1) {
-      context.fillStyle = `rgb(${shade(x / canvas.current.width).join(",")})`;
-      context.fillRect(x, 0, 1, canvas.current.height);
-    }
-  }, []);
-  const unit = isRelative ? " x the row's median" : "";
-  return (
-    <p class="legend muted">
-      <span>{number(scale.low, 3)}</span>
-      <canvas ref={canvas} class="scale" width={180} height={12} role="img" aria-label="Colours from small to large" />
-      <span>{number(scale.high, 3)}{unit} ({scale.isLog ? "logarithm, " : ""}1 % to 99 % of what is in view); to white: {number(scale.most, 3)}</span>
-      <span><i class="swatch nan" /> NaN</span><span><i class="swatch inf" /> infinity</span><span><i class="swatch undefined" /> not defined</span><span><i class="swatch nothing" /> not measured</span>
-    </p>
-  );
-}
-
 function HeatMap({ map, painted, scale, view, extent, onView, onOpen, chosen, incidents }) {
   const canvas = useRef(null);
   const frame = useRef(null);
@@ -116,7 +59,7 @@ function HeatMap({ map, painted, scale, view, extent, onView, onOpen, chosen, in
     return () => watch.disconnect();
   }, []);
   useEffect(() => {
-    if (width) paint(canvas.current, painted, scale, colours());
+    if (width) paint(canvas.current, painted, painted.rows.length, scale);
   }, [painted, scale, width, height]);
 
   const cellAt = (event) => {
@@ -238,14 +181,6 @@ function DataTable({ map, onOpen }) {
   );
 }
 
-function Choice({ label, value, options, onChange }) {
-  return (
-    <label>{label} <select value={value} onChange={(event) => onChange(event.currentTarget.value)}>
-      {options.map(([name, words]) => <option key={name} value={name}>{words}</option>)}
-    </select></label>
-  );
-}
-
 export function LayersView({ name: run, query }) {
   const { held, problem } = useHistory(run);
   const incidents = useAnswer(address("api/v1/incidents", { run, limit: 300 }), 10_000);
@@ -274,10 +209,7 @@ export function LayersView({ name: run, query }) {
   return (
     <>
       <h1>{seen(run, 120)}</h1>
-      <nav class="tabs" aria-label="Views of this run">
-        <a href={runLink(run, { from: query.from, to: query.to })}>Values</a>
-        <a aria-current="page" href={layersLink(run, query)}>Layers x steps</a>
-      </nav>
+      <RunTabs run={run} current="Layers x steps" query={query} />
       {problem && <NoHistory problem={problem} />}
       {held && kinds.length === 0 && <p class="muted">The history of this run holds no tensor yet.</p>}
       {held && kinds.length > 0 && (
@@ -293,7 +225,7 @@ export function LayersView({ name: run, query }) {
         <>
           <p class="muted">{plural(shown.rows.reduce((sum, one) => sum + one.num, 0), "tensor")} in the order of the forward, a column is {shown.width === 1 ? "one step" : plural(shown.width, "step")}</p>
           <HeatMap map={map} painted={shown} scale={scale} view={view} extent={extent} onView={onView} onOpen={onOpen} chosen={chosen} incidents={open} />
-          <Legend scale={scale} isRelative={isRelative} />
+          <Legend scale={scale} unit={isRelative ? " x the row's median" : ""} />
           {found && <Plot title={`${statistic} of ${found.name} (${kind})`} columns={{ ...found, width: opened.data.width }} view={view} extent={extent} onView={onView} isLog={query.log === "1"} incidents={open} />}
           {opened.error && <p class="problem" role="alert">{seen(opened.error.message)}</p>}
           <DataTable map={map} onOpen={onOpen} />

@@ -4,8 +4,9 @@ import { useMemo, useState } from "preact/hooks";
 import { joined, ofPoints } from "./columns.js";
 import { IncidentTable } from "./incident_table.jsx";
 import { Plot } from "./plot.jsx";
-import { go, layersLink, runLink } from "./route.js";
+import { go, runLink } from "./route.js";
 import { address, useAnswer } from "./server.js";
+import { RunTabs } from "./tabs.jsx";
 import { ago, grouped, number, plural, seen, worstFirst } from "./words.js";
 
 const WANTED = [/^loss$|(^|[^a-z])loss$/i, /grad.*norm/i, /^lr$|learning_rate/i, /^step time/i];
@@ -116,10 +117,7 @@ export function RunView({ name: run, query }) {
       <Facts run={own} />
       {own.problems?.length > 0 && <ul class="problem">{own.problems.slice(0, 10).map((one) => <li key={one}>{seen(one)}</li>)}</ul>}
       {problem && <NoHistory problem={problem} />}
-      <nav class="tabs" aria-label="Views of this run">
-        <a aria-current="page" href={runLink(run, query)}>Values</a>
-        <a href={layersLink(run, { from: query.from, to: query.to })}>Layers x steps</a>
-      </nav>
+      <RunTabs run={run} current="Values" query={query} />
       <Toolbar view={view} extent={extent} onView={onView}>
         <label><input type="checkbox" checked={query.log === "1"} onChange={(event) => go(runLink(run, { ...query, log: event.currentTarget.checked ? "1" : "" }))} /> log scale</label>
         <span class="muted keys">drag to zoom, double click for all; keys: arrows, + and -, 0</span>

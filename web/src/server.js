@@ -1,5 +1,7 @@
-// The daemon: where it is, what it answers, and polling that never has two requests for one thing under way.
+// The daemon: where it is, what it answers, and asking again that never has two requests for one thing under way.
 import { useEffect, useState } from "preact/hooks";
+
+import { isLive, listen } from "./live.js";
 
 // The page may lie behind a proxy, under any path: everything is asked for beside the script.
 export const root = new URL("..", import.meta.url);
@@ -51,20 +53,49 @@ export function post(path, token, body) {
   return answered(fetch(new URL(path, root), { method: "POST", headers, body: JSON.stringify(body) }));
 }
 
-// Asks for a URL (null: for nothing), and again `everyMs` behind each answer while anybody looks. Returns what came last:
-// {data, error, isWaiting}; the data of another URL is never shown for this one unless `keeps` says so.
+const FOUND = /\/api\/v1\/(incidents|anomalies)/;
+const PROGRESS = /\/api\/v1\/(runs|series|history)/;
+const SOON_MS = 1000;
+const SELDOM = 20; // Times `everyMs` after which it is asked again though no event said so.
+
+// Whether an event says that what a URL answers may be another now.
+export function isAbout(url, event) {
+  if (event.is_all) return true;
+  const { pathname, searchParams } = new URL(url);
+  const run = searchParams.get("run");
+  const names = [...(event.found ?? []), ...(FOUND.test(pathname) ? [] : event.progress ?? [])];
+  return run === null ? names.length > 0 : names.includes(run);
+}
+
+// Asks for a URL (null: for nothing), and again `everyMs` behind each answer while anybody looks; where the daemon says what
+// changes, only behind an event that is about it, of incidents at once. Returns what came last: {data, error, isWaiting}; the
+// data of another URL is never shown for this one unless `keeps` says so.
 export function useAnswer(url, everyMs = 0, keeps = false) {
   const [state, setState] = useState({ url: null, data: null, error: null });
   useEffect(() => {
     if (!url) return undefined;
     const abort = new AbortController();
+    const isTold = FOUND.test(url) || PROGRESS.test(url);
     let timer = 0;
     let failed = 0; // Times in a row.
+    let isAsking = false;
+    let isStale = false;
+    let asked = 0;
+    function plan() {
+      clearTimeout(timer);
+      if (!everyMs) return;
+      const waits = isTold && isLive() && !failed && !isStale;
+      const least = FOUND.test(url) && isStale ? Math.min(SOON_MS, everyMs) : everyMs;
+      timer = setTimeout(ask, Math.max(0, asked + (waits ? SELDOM * everyMs : least * Math.min(1 + failed, 8)) - performance.now()));
+    }
     async function ask() {
+      asked = performance.now();
       if (document.hidden && everyMs) {
-        timer = setTimeout(ask, everyMs);
+        plan();
         return;
       }
+      isAsking = true;
+      isStale = false;
       try {
         const data = await get(url, abort.signal);
         if (abort.signal.aborted) return;
@@ -75,12 +106,20 @@ export function useAnswer(url, everyMs = 0, keeps = false) {
         failed += 1;
         setState((before) => ({ url, data: before.url === url ? before.data : null, error }));
       }
-      if (everyMs) timer = setTimeout(ask, everyMs * Math.min(1 + failed, 8));
+      isAsking = false;
+      asked = performance.now();
+      plan();
     }
+    const leave = listen((event) => {
+      if (!everyMs || !isTold || (event !== null && !isAbout(url, event))) return;
+      isStale = true;
+      if (!isAsking) plan();
+    });
     ask();
     return () => {
       abort.abort();
       clearTimeout(timer);
+      leave();
     };
   }, [url, everyMs]);
   const isOf = state.url === url;

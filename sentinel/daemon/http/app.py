@@ -14,6 +14,7 @@ from starlette.routing import Route, WebSocketRoute
 
 from sentinel.daemon.http import endpoints
 from sentinel.daemon.http.daemon_api import DaemonApi, Unavailable, UnknownIncident, UnknownRun
+from sentinel.daemon.http.event_stream import EventStreams
 from sentinel.daemon.http.middleware import AnswersAtOnce, BodyAtHand, FailuresInWords, RequestGuard, SecurityHeaders
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.responses import problem
@@ -59,6 +60,9 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/history/series", endpoints.history_series),
             get("/api/v1/history/heatmap", endpoints.heatmap),
             get("/api/v1/traces", endpoints.traces, tells_of_data=True),
+            get("/api/v1/history/vectors", endpoints.vectors),
+            get("/api/v1/pipeline", endpoints.pipeline),
+            get("/api/v1/events", endpoints.events),
             get("/api/v1/control", endpoints.audit),
             post("/api/v1/control", endpoints.control),
             post("/-/reload", endpoints.reload),
@@ -67,7 +71,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
         middleware=[Middleware(SecurityHeaders), Middleware(AnswersAtOnce, HEALTH_PATHS), Middleware(FailuresInWords)],
         exception_handlers=_HANDLERS,
     )
-    app.state.api = api
+    app.state.api, app.state.streams = api, EventStreams(api)
     app.router.redirect_slashes = False  # It would answer before the gate, with an address made of the Host header.
     return app
 

@@ -9,6 +9,8 @@ import msgspec
 
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.history_api import HistoryRequest
+from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
 from sentinel.errors import SentinelError
@@ -98,6 +100,22 @@ class DaemonApi(Protocol):
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
         """Return pictures of tensors that the ranks of a run have made: see `trace_api.traced`."""
+        ...
+
+    def vectors(self, request: HistoryRequest) -> dict[str, Any]:
+        """Return the value of each expert, or of each head, over steps, out of the history."""
+        ...
+
+    def pipeline(self, request: PipelineRequest) -> dict[str, Any]:
+        """Return a step as its ranks ran it, with what was found in it in the causal order.
+
+        It may take seconds. UnknownRun; SentinelError for an incident that the run does not have; Busy while another step is
+        looked up.
+        """
+        ...
+
+    def changes(self) -> Mapping[str, RunChanges]:
+        """Return run -> numbers that are others once something of it is. Reads nothing and waits for nobody."""
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:

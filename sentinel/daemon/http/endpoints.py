@@ -17,9 +17,11 @@ from sentinel.daemon.commanding import ACTIONS
 from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.http.assets import ASSETS
 from sentinel.daemon.http.daemon_api import DaemonApi
+from sentinel.daemon.http.event_stream import EventStreams
 from sentinel.daemon.http.incident_page import render_incident, story_of
 from sentinel.daemon.http.page import render_page
 from sentinel.daemon.http.responses import html, lines, plain, problem
+from sentinel.daemon.pipeline_api import PipelineRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
 from sentinel.report.silences import SilenceRequest
@@ -163,6 +165,22 @@ def heatmap(request: Request) -> Response:
 def traces(request: Request) -> Response:
     """Return pictures of tensors that the ranks of a run have made."""
     return plain(api_of(request).traces(TraceRequest.parse(request.query_params.multi_items())))
+
+
+def vectors(request: Request) -> Response:
+    """Return the value of each expert, or of each head, over steps."""
+    return plain(api_of(request).vectors(HistoryRequest.parse(request.query_params.multi_items())))
+
+
+def pipeline(request: Request) -> Response:
+    """Return a step as its ranks ran it."""
+    return plain(api_of(request).pipeline(PipelineRequest.parse(request.query_params.multi_items())))
+
+
+async def events(request: Request) -> Response:
+    """Return a stream that says what has changed, as long as the page is open; 503 where too many are."""
+    streams: EventStreams = request.app.state.streams
+    return streams.begun()
 
 
 def audit(request: Request) -> Response:

@@ -19,6 +19,7 @@ from sentinel.errors import ConfigError
 
 if TYPE_CHECKING:  # Loaded in the thread that serves: it takes as long as judging a step.
     from sentinel.daemon.http.event_loop import EventLoop
+    from sentinel.daemon.http.event_stream import EventStreams
 
 log = logging.getLogger("sentinel.http")
 
@@ -36,6 +37,7 @@ class HttpServer:
         self._socket = listening_socket(config)
         self.port: int = 0 if config.socket else self._socket.getsockname()[1]
         self._server: EventLoop | None = None
+        self._streams: EventStreams | None = None
         self._thread = threading.Thread(target=self._serve, name="sentinel-http", daemon=True)
 
     @property
@@ -82,6 +84,8 @@ class HttpServer:
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Stop answering; bounded."""
+        if self._streams is not None:
+            self._streams.is_ending = True
         if self._server is not None:
             self._server.should_exit = True
         if self._thread.is_alive():
@@ -97,7 +101,9 @@ class HttpServer:
 
             certificate = self._credentials.certificate
             tls = None if certificate is None else certificate.context
-            self._server = EventLoop(make_app(self._api, self._gate), tls)
+            app = make_app(self._api, self._gate)
+            self._streams = app.state.streams
+            self._server = EventLoop(app, tls)
             self._server.run(sockets=[self._socket])
         except Exception:
             log.exception("the HTTP server ended")

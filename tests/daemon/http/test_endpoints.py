@@ -22,6 +22,8 @@ from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownI
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
+from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
 from sentinel.errors import ConfigError, StoreError
@@ -44,6 +46,7 @@ class FakeApi:
         self.requests: list[SeriesRequest] = []
         self.status = "ok"
         self.outcome = "ok"
+        self.changed: dict[str, RunChanges] = {"a": RunChanges((1,), (0,))}
 
     def health(self) -> dict[str, Any]:
         return {"status": self.status, "problems": ["<b>rules</b>"], "standby_of": ["<i>7</i> on a"], "version": "0"}
@@ -89,6 +92,16 @@ class FakeApi:
 
     def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
         return self._history("heatmap", request)
+
+    def vectors(self, request: HistoryRequest) -> dict[str, Any]:
+        return self._history("vectors", request)
+
+    def pipeline(self, request: PipelineRequest) -> dict[str, Any]:
+        self._known(request.run)
+        return msgspec.to_builtins(request)
+
+    def changes(self) -> dict[str, RunChanges]:
+        return self.changed
 
     def _history(self, what: str, request: HistoryRequest) -> dict[str, Any]:
         self._known(request.run)
@@ -142,8 +155,9 @@ def client_of(api: FakeApi, listen: str = "127.0.0.1:9464", **options: Any) -> T
 
 
 READS = [
-    "/", "/incidents/i1", "/assets/app.js", "/api/v1/incidents/i1", "/api/v1/history?run=a", "/api/v1/history/series?run=a",
-    "/api/v1/history/heatmap?run=a", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
+    "/", "/incidents/i1", "/assets/app.js", "/api/v1/incidents/i1", "/api/v1/history?run=a",
+    "/api/v1/history/series?run=a", "/api/v1/history/heatmap?run=a", "/api/v1/history/vectors?run=a",
+    "/api/v1/pipeline?run=a", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
     "/api/v1/control", "/api/v1/silences",
 ]  # fmt: skip
 

@@ -1,0 +1,16 @@
+// The views of one run.
+import { expertsLink, layersLink, pipelineLink, runLink } from "./route.js";
+
+const TABS = [["Values", runLink], ["Layers x steps", layersLink], ["Pipeline", pipelineLink], ["Experts and heads", expertsLink]];
+
+// query: of the view that is shown; the steps in view are taken along.
+export function RunTabs({ run, current, query }) {
+  const around = { from: query.from, to: query.to };
+  return (
+    <nav class="tabs" aria-label="Views of this run">
+      {TABS.map(([name, linkOf]) => (
+        <a key={name} aria-current={name === current ? "page" : undefined} href={linkOf(run, name === current ? query : around)}>{name}</a>
+      ))}
+    </nav>
+  );
+}
