@@ -9,6 +9,7 @@ import msgspec
 
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
+from sentinel.daemon.judged_by_rule import JudgedByRule
 from sentinel.daemon.gauges import RunGauges, progress_of
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
@@ -44,6 +45,7 @@ class RunStatus:
         self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
         self._history = history
         self._published = gauges.metrics
+        self._judged = JudgedByRule()
 
     def publish(self, stages: RunStages, now: float, heard: Collection[int] = ()) -> None:
         """Have the newest gauges handed out. Called by the loop.
@@ -66,11 +68,16 @@ class RunStatus:
         metrics.monitoring_acked_step = commanding.monitoring_acked_step
         metrics.num_file_failures, metrics.num_file_lines_pending = self._files.num_failures, self._files.num_pending
         metrics.num_history_missing = self._history.num_missing
+        self._judged = JudgedByRule.of(stages.judge)
         self._published = msgspec.structs.replace(metrics)
 
     def metrics(self) -> RunMetrics:
         """Return the newest gauges."""
         return self._published
+
+    def judged_by_rule(self) -> JudgedByRule:
+        """Return what each rule has looked at so far."""
+        return self._judged
 
     def problems(self) -> list[str]:
         """Return what is wrong with the run, in words."""

@@ -18,6 +18,7 @@ from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
+from sentinel.daemon.rules_api import RuleQueries, WhatIfRequest
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
@@ -75,7 +76,7 @@ class ServedApi:
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
-        self._series, self._history = SeriesQueries(), HistoryQueries()
+        self._series, self._history, self._rules = SeriesQueries(), HistoryQueries(), RuleQueries(packs)
 
     # Called by the loop.
 
@@ -208,6 +209,22 @@ class ServedApi:
     def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
         """Return one statistic of many tensors over steps, out of the history."""
         return self._history.heatmap(self._run_dir(request.run), request)
+
+    def rules(self, run: str) -> dict[str, Any]:
+        """Return the rules in force, and what each said of a run."""
+        [one] = self._chosen(run)
+        return self._rules.rules(one)
+
+    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
+        """Return what a rule with other numbers would have said of a run."""
+        [one] = self._chosen(request.run)
+        return self._rules.what_if(one, request, self._config.config.judging)
+
+    def marks(self, run: str) -> list[dict[str, Any]]:
+        """Return what happened to a run beside its values, each at its step."""
+        [one] = self._chosen(run)
+        marks: list[dict[str, Any]] = msgspec.to_builtins(one.marks())
+        return marks
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""

@@ -9,6 +9,7 @@ import msgspec
 
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.history_api import HistoryRequest
+from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.errors import SentinelError
 from sentinel.incident import Incident
@@ -93,6 +94,22 @@ class DaemonApi(Protocol):
 
     def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
         """Return one statistic of many tensors over steps."""
+        ...
+
+    def rules(self, run: str) -> dict[str, Any]:
+        """Return the rules in force, what each said of a run, and what it is blind to. UnknownRun."""
+        ...
+
+    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
+        """Return what a rule with other numbers would have said of a run; it takes seconds.
+
+        UnknownRun; SentinelError for a change that no pack may have, and where the run cannot be judged again; Busy while
+        another is asked.
+        """
+        ...
+
+    def marks(self, run: str) -> list[dict[str, Any]]:
+        """Return restarts, checkpoints, changes of the rules and commands, in the order of steps. UnknownRun."""
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
