@@ -64,7 +64,8 @@ class RuleTallies:
             is_whole = self._count(time.monotonic() + COUNT_S)
             if is_whole:
                 self._find_incidents()
-            return {name: msgspec.structs.replace(one, onsets=dict(one.onsets)) for name, one in self._tallies.items()}, is_whole
+            kept = {name: msgspec.structs.replace(one, onsets=dict(one.onsets)) for name, one in self._tallies.items()}
+        return kept, is_whole
 
     def _count(self, until: float) -> bool:
         decode = msgspec.json.Decoder(LastOnset).decode

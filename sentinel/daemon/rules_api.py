@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -15,13 +14,14 @@ from sentinel.daemon.rule_tallies import RuleTallies, RuleTally
 from sentinel.daemon.series_api import Busy
 from sentinel.daemon.what_if_process import ask_apart
 from sentinel.detect import known_detectors
+from sentinel.detect.declaration import Over
 from sentinel.errors import ConfigError
 from sentinel.judge.config import JudgingConfig
 from sentinel.judge.packs import RulePacks
 from sentinel.judge.what_if import Question, is_builtin
 from sentinel.known_words import nearest
 from sentinel.rules.language.listing import ListedRule, list_rules
-from sentinel.rules.language.rule_numbers import QUIET_STEPS, numbers_of, written_change
+from sentinel.rules.language.rule_numbers import numbers_of, written_change
 from sentinel.rules.language.schema import Pack, Rule
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
@@ -65,28 +65,27 @@ class RuleQueries:
     def __init__(self, packs: RulePacks) -> None:
         self._packs = packs
         self._tallies: weakref.WeakKeyDictionary[Journal, RuleTallies] = weakref.WeakKeyDictionary()
-        self._listed: tuple[str, list[tuple[Rule, ListedRule]]] = ("", [])
+        self._listed: tuple[str, list[tuple[Rule, Over, dict[str, Any]]]] = ("", [])
         self._asking = threading.Lock()
 
     def rules(self, run: RulesSource) -> dict[str, Any]:
         """Return the rules in force, in the order of the pack, each with what it said of a run."""
-        pack = self._packs.pack
         judged = run.status.judged_by_rule()
         tallies, is_whole = self._tallies.setdefault(run.journal, RuleTallies(run.journal.found)).read()
         return {
             "run": run.name,
-            "pack_hash": pack.pack_hash,
+            "pack_hash": self._packs.pack_hash,
             "num_steps": judged.num_steps,
             "is_counted": is_whole,
             "is_cut": run.journal.cut.seq > 0,
             "rules": [
                 {
-                    **_described(rule, listed),
+                    **described,
                     **_told(tallies.get(rule.name, RuleTally())),
                     "num_points": judged.points.get(rule.name, 0),
-                    "blind": _blindness(rule, judged),
+                    "blind": _blindness(rule, over, judged),
                 }
-                for rule, listed in self._listing(pack)
+                for rule, over, described in self._described()
             ],
         }
 
@@ -117,9 +116,16 @@ class RuleQueries:
             **msgspec.to_builtins(answer),
         }
 
-    def _listing(self, pack: Pack) -> list[tuple[Rule, ListedRule]]:
-        if self._listed[0] != pack.pack_hash:
-            self._listed = (pack.pack_hash, list(zip(pack.rules, list_rules(pack), strict=True)))
+    def _described(self) -> list[tuple[Rule, Over, dict[str, Any]]]:
+        """Return each rule in force, what its detector compares, and what is known of it in any run."""
+        pack, pack_hash = self._packs.pack, self._packs.pack_hash
+        if self._listed[0] != pack_hash:
+            detectors = known_detectors()
+            rules = [
+                (rule, detectors[rule.detector].declares.over, _described(rule, listed))
+                for rule, listed in zip(pack.rules, list_rules(pack), strict=True)
+            ]
+            self._listed = (pack_hash, rules)
         return self._listed[1]
 
 
@@ -136,7 +142,6 @@ def _described(rule: Rule, listed: ListedRule) -> dict[str, Any]:
         "name": rule.name,
         "description": listed.description,
         "detector": rule.detector,
-        "summary": known_detectors()[rule.detector].declares.summary,
         "watched": listed.watched,
         "kinds": listed.kind,
         "severity": listed.severity,
@@ -154,9 +159,9 @@ def _told(tally: RuleTally) -> dict[str, Any]:
     }
 
 
-def _blindness(rule: Rule, judged: JudgedByRule) -> list[str]:
+def _blindness(rule: Rule, over: Over, judged: JudgedByRule) -> list[str]:
     """Return what a rule is blind to, in words; nothing where it sees what it needs, or nothing was judged yet."""
-    over, num_steps = known_detectors()[rule.detector].declares.over, judged.num_steps
+    num_steps = judged.num_steps
     known = judged.blind.get(rule.name, [])
     if known or judged.points.get(rule.name) or not num_steps or over in ALWAYS_AT_WORK:
         return known

@@ -9,8 +9,8 @@ import msgspec
 
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
-from sentinel.daemon.judged_by_rule import JudgedByRule
 from sentinel.daemon.gauges import RunGauges, progress_of
+from sentinel.daemon.judged_by_rule import JudgedByRule
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.run_notices import RunNotices

@@ -210,6 +210,10 @@ class ServedApi:
         """Return one statistic of many tensors over steps, out of the history."""
         return self._history.heatmap(self._run_dir(request.run), request)
 
+    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
+        """Return where two runs diverge, out of their histories."""
+        return self._history.divergence({run: self._run_dir(run) for run in runs}, statistic)
+
     def rules(self, run: str) -> dict[str, Any]:
         """Return the rules in force, and what each said of a run."""
         [one] = self._chosen(run)

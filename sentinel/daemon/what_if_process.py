@@ -50,10 +50,10 @@ def ask_apart(question: Question) -> WhatIf:
     RuleError for a change that no pack may have; StoreError where the run cannot be read, or the process ended before its
     answer.
     """
-    told = json.dumps([sys.path, is_code_allowed(), LIMIT_S, MOST_BYTES])
+    argument = json.dumps([sys.path, is_code_allowed(), LIMIT_S, MOST_BYTES])
     with tempfile.TemporaryFile() as talk:
         child = subprocess.Popen(
-            [sys.executable, "-c", _CODE, told], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=talk
+            [sys.executable, "-c", _CODE, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=talk
         )
         try:
             body, _ = child.communicate(msgspec.json.encode(question), timeout=LIMIT_S + SPARE_S)
@@ -65,6 +65,7 @@ def ask_apart(question: Question) -> WhatIf:
                 child.wait()
         if not body:
             raise StoreError(f"the process that judged it ended with {_how(child.returncode)}{_last_line(talk)}; {_BY_HAND}")
+    answered: WhatIf | None
     answered, kind, error = msgspec.json.decode(body, type=_Answer)
     if answered is None:
         raise (RuleError if kind == "rule" else StoreError)(error)

@@ -137,9 +137,10 @@ def judged_by_each(
         assert decision is not None
         if decision.seq > until:
             return
-        yield one, tuple(
-            judge.judge_tick(one) if isinstance(one, Tick) else judge.judge(decision, one) for judge in judges
-        )
+        if isinstance(one, Tick):
+            yield one, tuple(judge.judge_tick(one) for judge in judges)
+        else:
+            yield one, tuple(judge.judge(one.decision, one) for judge in judges)
 
 
 def _judge_at_cut(journal: Journal, most: int) -> tuple[Judge | None, str]:

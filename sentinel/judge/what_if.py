@@ -114,7 +114,6 @@ def what_if(question: Question, *, is_over: Callable[[], bool]) -> WhatIf:
     """
     changed = _changed(question)
     packs = (_with_rule(question.in_force, changed), question.in_force)
-    names = [rule.name for rule in question.in_force.rules]
     sides: tuple[list[Alarm], list[Alarm]] = ([], [])
     answer = WhatIf(rule=changed.name, difference=RuleDifference(rule=changed.name), others=RuleDifference(rule="others"))
     answer.lint = tuple(one.message for one in lint_rule(changed, None, known_detectors()))
@@ -148,8 +147,8 @@ def what_if(question: Question, *, is_over: Callable[[], bool]) -> WhatIf:
         journal.close()
     with_change, in_force = (_of(side, changed.name) for side in sides)
     answer.difference, _ = compare(with_change, in_force, [changed.name])
-    others = compare(*([one for one in side if one.rule != changed.name] for side in sides), names)[-1]
-    answer.others = msgspec.structs.replace(others, rule="others")
+    rest, rest_in_force = ([one for one in side if one.rule != changed.name] for side in sides)
+    answer.others = msgspec.structs.replace(compare(rest, rest_in_force, [])[-1], rule="others")
     matched = _matched(with_change, in_force, recorded)
     answer.alarms, answer.num_alarms = tuple(matched[:MOST_SHOWN]), len(matched)
     answer.num_recorded, answer.num_recorded_again = len(recorded), sum(one.id in recorded for one in in_force)

@@ -57,6 +57,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/history", endpoints.history),
             get("/api/v1/history/series", endpoints.history_series),
             get("/api/v1/history/heatmap", endpoints.heatmap),
+            get("/api/v1/history/divergence", endpoints.divergence),
             get("/api/v1/marks", endpoints.marks),
             get("/api/v1/rules", endpoints.rules),
             post("/api/v1/rules/what-if", endpoints.what_if, Scope.READ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -106,6 +106,10 @@ class DaemonApi(Protocol):
         UnknownRun; SentinelError for a change that no pack may have, and where the run cannot be judged again; Busy while
         another is asked.
         """
+        ...
+
+    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
+        """Return where two runs diverge, out of their histories; it may take seconds. As `history` else."""
         ...
 
     def marks(self, run: str) -> list[dict[str, Any]]:

@@ -160,6 +160,12 @@ def heatmap(request: Request) -> Response:
     return plain(api_of(request).heatmap(HistoryRequest.parse(request.query_params.multi_items())))
 
 
+def divergence(request: Request) -> Response:
+    """Return where two runs diverge: the step and the tensor."""
+    runs = request.query_params.getlist("run")
+    return plain(api_of(request).divergence(runs, request.query_params.get("statistic", "std")))
+
+
 def marks(request: Request) -> Response:
     """Return restarts, checkpoints, changes of the rules and commands of a run."""
     return plain({"marks": api_of(request).marks(named_run(request))})

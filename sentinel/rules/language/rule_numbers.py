@@ -42,15 +42,13 @@ class RuleNumber(msgspec.Struct, frozen=True, kw_only=True):
 
 def numbers_of(rule: Rule) -> list[RuleNumber]:
     """Return the numbers of a rule that is in force, in the order in which its detector has them."""
-    cls = known_detectors()[rule.detector]
+    cls: Any = known_detectors()[rule.detector]
     found = []
     for name, is_whole, default, meaning in _of_detector(cls):
         value = rule.args.get(name, default)
         if value is None or _is_number(value):
             found.append(RuleNumber(name=name, value=value, default=default, is_whole=is_whole, meaning=meaning))
-    quiet = RuleNumber(
-        name=QUIET_STEPS, value=rule.episode_quiet_steps, default=20, is_whole=True, meaning=_QUIET_MEANING
-    )
+    quiet = RuleNumber(name=QUIET_STEPS, value=rule.episode_quiet_steps, default=20, is_whole=True, meaning=_QUIET_MEANING)
     return [*found, quiet]
 
 
@@ -76,7 +74,7 @@ def written_change(rule: Rule, numbers: Mapping[str, float | int]) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_detector(cls: type[Any]) -> tuple[tuple[str, bool, float | int | None, str], ...]:
+def _of_detector(cls: Any) -> tuple[tuple[str, bool, float | int | None, str], ...]:
     """Return (argument, whether it is whole, default, meaning) of each number; reading its source takes milliseconds."""
     documented, types = argument_docs(cls), _types_of(cls)
     found = []
