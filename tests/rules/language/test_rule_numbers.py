@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_every_number_of_every_rule_is_taken_by_the_reader_of_packs(tmp_path: Pa
 
     listed = {rule.name: {one.name: one.value for one in numbers_of(rule)} for rule in ALL.rules}
     assert {rule.name: {one.name: one.value for one in numbers_of(rule)} for rule in changed.rules} == listed
-    assert sum(map(len, listed.values())) > 300, "numbers are found"
+    assert sum(map(len, listed.values())) > 250, "numbers are found"
 
 
 def test_a_number_is_told_with_its_value_its_default_and_its_meaning(pack: Pack) -> None:
@@ -82,10 +83,9 @@ def test_what_a_rule_does_not_have_is_refused(pack: Pack, numbers: dict[str, flo
 
 
 def test_a_change_of_a_rule_with_a_hostile_name_is_a_pack_with_that_name(tmp_path: Path) -> None:
-    name = "a: [b]\t#'\"{c} - \U0001f4a5"
-    (tmp_path / "own.yaml").write_text(
-        "rules:\n- name: " + repr(name).replace("\\t", " ").replace("\\'", "''") + "\n  detector: Drift\n"
-    )
+    name = "a: [b] #'\"{c} - \U0001f4a5"
+    rule = {"name": name, "detector": "Drift", "match": {"kind": "scalar"}}
+    (tmp_path / "own.yaml").write_text(json.dumps({"rules": [rule]}, ensure_ascii=False), "utf-8")
     own = load_pack([tmp_path / "own.yaml"]).rules[-1]
     (tmp_path / "change.yaml").write_text(written_change(own, {"warmup": 77, QUIET_STEPS: 3}), "utf-8")
 
@@ -93,4 +93,5 @@ def test_a_change_of_a_rule_with_a_hostile_name_is_a_pack_with_that_name(tmp_pat
     changed = load_pack([tmp_path / "own.yaml", tmp_path / "change.yaml"]).rule(own.name)
 
     assert not result.errors
+    assert changed.name == name
     assert (changed.args, changed.episode_quiet_steps, changed.detector) == ({"warmup": 77}, 3, "Drift")
