@@ -3,9 +3,10 @@
 The method, for every series that both runs have: d is the difference of the two values over the mean of their sizes. At
 a step, noise is what d was in up to 64 measured steps before it (renewed every 16): its median, and its median absolute
 deviation (times 1.4826: the standard deviation of a Gaussian). A series has diverged at the first of 3 steps in a row in
-which d is more than 8 deviations from that median, or at the first in which one run is finite and the other is not. Runs
-that were equal so far diverge with the first difference beyond the rounding of a history. Of what diverged at one step, that
-comes first which is made first in a step. Long runs are looked at in buckets first, then finer where they diverge.
+which d is more than 8 deviations from that median, or at the first in which one run is finite and the other is not. What
+was equal in all of those steps has no noise: it diverges with the first difference beyond the rounding of a history. Of what
+diverged at one step, that comes first which is made first in a step. Long runs are looked at in buckets first, then finer
+where they diverge.
 """
 
 from __future__ import annotations
@@ -306,21 +307,26 @@ def diverged(values: Matrix, bad: npt.NDArray[np.bool_], kinds: Sequence[str], f
 
 
 def _departures(d: Matrix) -> tuple[npt.NDArray[np.int64], Matrix, Matrix]:
-    """Return (first column of `LASTING` in a row beyond noise, median, deviation) of each row; the number of columns where
-    there is none. d: [series, columns], NaN where nothing is known."""
+    """Return (first column beyond noise, median, deviation) of each row; the number of columns where there is none.
+
+    d: [series, columns], NaN where nothing is known.
+    """
     num_series, num_columns = d.shape
     at = np.full(num_series, num_columns, np.int64)
     usual, noise = np.full(num_series, np.nan), np.full(num_series, np.nan)
-    for begin in range(LEAST_POINTS, num_columns - LASTING + 1, RENEWED):
-        end = min(begin + RENEWED, num_columns - LASTING + 1)
+    d = np.pad(d, ((0, 0), (0, LASTING - 1)), constant_values=np.nan)
+    for begin in range(LEAST_POINTS, num_columns, RENEWED):
+        end = min(begin + RENEWED, num_columns)
         window = d[:, max(0, begin - WINDOW) : begin]
         middle = _middle(window)
         deviation = 1.4826 * _middle(np.abs(window - middle[:, None]))
         is_known = np.isfinite(window).sum(axis=1) >= LEAST_POINTS
         bound = np.where(is_known, np.maximum(DEVIATIONS * deviation, ROUNDING), np.inf)
         with np.errstate(invalid="ignore"):
+            is_equal = np.asarray(~(np.abs(window) > ROUNDING).any(axis=1))
             is_beyond = np.abs(d[:, begin : end + LASTING - 1] - middle[:, None]) > bound[:, None]
-        stays: npt.NDArray[np.bool_] = np.logical_and.reduce([is_beyond[:, by : by + end - begin] for by in range(LASTING)])
+        later = [is_beyond[:, by : by + end - begin] | is_equal[:, None] for by in range(1, LASTING)]
+        stays = np.logical_and.reduce([is_beyond[:, : end - begin], *later])
         fresh = np.flatnonzero(stays.any(axis=1) & (at == num_columns))
         at[fresh] = begin + stays[fresh].argmax(axis=1)
         usual[fresh], noise[fresh] = middle[fresh], deviation[fresh]

@@ -90,6 +90,13 @@ def test_scalars_and_the_time_of_a_step_are_series_too(run: Path) -> None:
     assert set(seconds.mean[0, 1:].round(3).tolist()) == {1.0}
 
 
+def test_steps_are_placed_in_time_from_the_first_on(run: Path) -> None:
+    elapsed = picture(run, kind="steps", statistic="elapsed", first_step=100, columns=10)
+
+    assert (elapsed.first_step, elapsed.width) == (100, 30)
+    assert elapsed.least[0, 0] == pytest.approx(100.0) and elapsed.greatest[0, -1] == pytest.approx(STEPS - 1.0)
+
+
 def test_where_single_steps_are_gone_a_picture_is_made_of_buckets() -> None:
     def files(table: str, first: int) -> HistoryFile:
         return HistoryFile(name=table, table=table, level=1, rows=1, bytes=1, attempt=0, first_step=first, last_step=9999)
