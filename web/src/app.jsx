@@ -4,10 +4,12 @@ import "./app.css";
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 
+import { CompareView } from "./compare.jsx";
 import { IncidentView } from "./incident.jsx";
 import { LayersView } from "./layers.jsx";
 import { Overview } from "./overview.jsx";
 import { go, link, useRoute } from "./route.js";
+import { RulesView } from "./rules.jsx";
 import { RunView } from "./run.jsx";
 import { SearchView } from "./search.jsx";
 import { address, useAnswer } from "./server.js";
@@ -40,13 +42,14 @@ function Health({ health }) {
   );
 }
 
-const VIEWS = { "": Overview, runs: RunView, incidents: IncidentView, search: SearchView };
+const VIEWS = { "": Overview, runs: RunView, incidents: IncidentView, search: SearchView, compare: CompareView };
+const OF_RUN = { layers: LayersView, rules: RulesView };
 
 function App() {
   const { parts, query } = useRoute();
   const health = useAnswer(address("healthz"), 10_000);
   const [first = "", name, within] = parts;
-  const View = first === "runs" && within === "layers" ? LayersView : VIEWS[first];
+  const View = first === "runs" && within ? OF_RUN[within] : VIEWS[first];
   useEffect(() => {
     document.title = name ? `${seen(name, 60)} - Sentinel` : "Sentinel";
   }, [name]);
@@ -59,7 +62,8 @@ function App() {
         <nav aria-label="Where you are">
           <a class="home" href={link([])}>Sentinel</a>{" "}
           {first === "runs" && name && <><span class="muted">/</span> <a href={link(["runs", name])}>{seen(name, 60)}</a></>}
-          {within === "layers" && <> <span class="muted">/</span> layers</>}
+          {first === "runs" && within in OF_RUN && <> <span class="muted">/</span> {within}</>}
+          {first === "compare" && <><span class="muted">/</span> compare</>}
           {first === "incidents" && query.run && <><span class="muted">/</span> <a href={link(["runs", query.run])}>{seen(query.run, 60)}</a></>}
           {first === "incidents" && name && <> <span class="muted">/</span> <code>{seen(name, 40)}</code></>}
         </nav>

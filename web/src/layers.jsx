@@ -3,8 +3,9 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { colours, rgb, scaleOf, shade } from "./colours.js";
 import { Plot, movedView } from "./plot.jsx";
-import { go, incidentLink, layersLink, runLink } from "./route.js";
+import { go, incidentLink, layersLink } from "./route.js";
 import { NoHistory, Toolbar, useHistory, viewOf } from "./run.jsx";
+import { RunTabs } from "./run_tabs.jsx";
 import { address, useAnswer } from "./server.js";
 import { grouped, number, plural, seen, seenEnd, severityClass } from "./words.js";
 
@@ -274,10 +275,7 @@ export function LayersView({ name: run, query }) {
   return (
     <>
       <h1>{seen(run, 120)}</h1>
-      <nav class="tabs" aria-label="Views of this run">
-        <a href={runLink(run, { from: query.from, to: query.to })}>Values</a>
-        <a aria-current="page" href={layersLink(run, query)}>Layers x steps</a>
-      </nav>
+      <RunTabs run={run} query={query} here="layers" />
       {problem && <NoHistory problem={problem} />}
       {held && kinds.length === 0 && <p class="muted">The history of this run holds no tensor yet.</p>}
       {held && kinds.length > 0 && (

@@ -14,6 +14,8 @@ export function link(parts, query = {}) {
 
 export const runLink = (run, query) => link(["runs", run], query);
 export const layersLink = (run, query) => link(["runs", run, "layers"], query);
+export const rulesLink = (run, query) => link(["runs", run, "rules"], query);
+export const compareLink = (query) => link(["compare"], query);
 export const incidentLink = (incident) => link(["incidents", incident.id], { run: incident.run });
 
 // The address that messages carry, which says the same to a browser without scripts.

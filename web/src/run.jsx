@@ -3,8 +3,9 @@ import { useMemo, useState } from "preact/hooks";
 
 import { joined, ofPoints } from "./columns.js";
 import { IncidentTable } from "./incident_table.jsx";
-import { Plot } from "./plot.jsx";
-import { go, layersLink, runLink } from "./route.js";
+import { EventKey, Plot } from "./plot.jsx";
+import { go, runLink } from "./route.js";
+import { RunTabs } from "./run_tabs.jsx";
 import { address, useAnswer } from "./server.js";
 import { ago, grouped, number, plural, seen, worstFirst } from "./words.js";
 
@@ -77,6 +78,7 @@ export function RunView({ name: run, query }) {
   const recent = useAnswer(address("api/v1/series", { run, limit: held ? 400 : 2000 }), 3000, true);
   const incidents = useAnswer(address("api/v1/incidents", { run, limit: 300 }), 5000);
   const anomalies = useAnswer(address("api/v1/anomalies", { run, limit: 1000 }), 5000);
+  const marks = useAnswer(address("api/v1/marks", { run }), 5000);
   const [more, setMore] = useState(4);
   const own = runs.data?.runs.find((one) => one.run === run);
 
@@ -103,6 +105,7 @@ export function RunView({ name: run, query }) {
 
   if (!own) return <p class="muted">{runs.data ? `No run of this name is served here: ${seen(run, 100)}` : seen(runs.error?.message ?? "Asking the daemon.")}</p>;
   const open = incidents.data?.incidents ?? [];
+  const happened = marks.data?.marks ?? [];
   const drawn = shown.map(([name, id]) => {
     const points = fresh.find((one) => one.name === name)?.points ?? [];
     const answer = name === STEP_TIME ? times.data : told.data;
@@ -116,18 +119,16 @@ export function RunView({ name: run, query }) {
       <Facts run={own} />
       {own.problems?.length > 0 && <ul class="problem">{own.problems.slice(0, 10).map((one) => <li key={one}>{seen(one)}</li>)}</ul>}
       {problem && <NoHistory problem={problem} />}
-      <nav class="tabs" aria-label="Views of this run">
-        <a aria-current="page" href={runLink(run, query)}>Values</a>
-        <a href={layersLink(run, { from: query.from, to: query.to })}>Layers x steps</a>
-      </nav>
+      <RunTabs run={run} query={query} here="values" />
       <Toolbar view={view} extent={extent} onView={onView}>
         <label><input type="checkbox" checked={query.log === "1"} onChange={(event) => go(runLink(run, { ...query, log: event.currentTarget.checked ? "1" : "" }))} /> log scale</label>
         <span class="muted keys">drag to zoom, double click for all; keys: arrows, + and -, 0</span>
       </Toolbar>
       {names.length === 0 && !isWaiting && <p class="muted">No step of this run has been judged, or it logs no values.</p>}
-      {drawn.map(([name, all]) => (
+      <EventKey marks={happened} />
+      {drawn.map(([name, all], at) => (
         <Plot
-          key={name} title={name} columns={all} view={view} extent={extent} onView={onView} isLog={query.log === "1"} incidents={open}
+          key={name} title={name} marks={happened} isFirst={at === 0} columns={all} view={view} extent={extent} onView={onView} isLog={query.log === "1"} incidents={open}
           anomalies={(anomalies.data?.anomalies ?? []).filter((one) => one.tag_name === name && one.event === "onset")}
         />
       ))}
