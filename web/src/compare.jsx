@@ -9,6 +9,7 @@ import { address, useAnswer } from "./server.js";
 import { grouped, number, plural, seen } from "./words.js";
 
 const SLOTS = ["a", "b", "c", "d"]; // In the address: which runs, in the order in which they are drawn.
+const NTH = ["first", "second", "third", "fourth"];
 const LINES = [["line", []], ["line2", [8, 4]], ["line3", [2, 3]], ["line4", [10, 3, 2, 3]]];
 const AROUND = 60;
 const SCALAR = "scalar";
@@ -28,18 +29,27 @@ function useValues(one, asked) {
 
 const tokensOf = (held) => held?.scalars.find((one) => TOKENS.test(one.name))?.name;
 
-// A total grows with the steps; what is counted anew in each step is no place in a run.
-function placesOf(columns) {
-  const values = columns.mean;
-  for (let at = 1; at < values.length; at += 1) if (values[at] === null || values[at - 1] === null || values[at] < values[at - 1]) return null;
-  return new Map(columns.steps.map((step, at) => [step, values[at]]));
+// Where a step lies by another measure: between two columns in proportion. null: the measure is no total that grows with the
+// steps, as what is counted anew in each step is none.
+function placesOf(columns, width) {
+  const known = columns.steps.map((step, at) => [step + (width - 1) / 2, columns.mean[at]]).filter(([, value]) => value !== null);
+  if (known.some(([, value], at) => at && value < known[at - 1][1])) return null;
+  let at = 0;
+  return (step) => {
+    while (at > 0 && known[at][0] > step) at -= 1;
+    while (at < known.length - 2 && known[at + 1][0] < step) at += 1;
+    const [one, other] = [known[at], known[at + 1]];
+    if (!other) return one && one[0] === step ? one[1] : null;
+    const share = (step - one[0]) / (other[0] - one[0]);
+    return share < 0 || share > 1 ? null : one[1] + share * (other[1] - one[1]);
+  };
 }
 
-// One run's line: [x], [y] in rising order of x. Places are those of the columns that both questions have.
-function lineOf(columns, places) {
-  const points = columns.steps.map((step, at) => [places ? places.get(step) : step, columns.mean[at] ?? columns.last[at]]).filter(([x]) => x !== undefined && x !== null);
-  points.sort((one, other) => one[0] - other[0]);
-  return points.filter(([x], at) => !at || x !== points[at - 1][0]);
+// One run's line: points [x, y] in rising order of x.
+function lineOf(columns, width, placeOf) {
+  const half = (width - 1) / 2;
+  const points = columns.steps.map((step, at) => [placeOf ? placeOf(step + half) : step + half, columns.mean[at] ?? columns.last[at]]).filter(([x]) => x !== null);
+  return points.filter(([x], at) => !at || x > points[at - 1][0]);
 }
 
 function sentence(line) {
@@ -165,7 +175,7 @@ const METHOD = "Of every tensor and value that both runs have, the difference at
 
 function Choice({ label, value, options, onChange }) {
   return (
-    <label>{label} <select value={value} onChange={(event) => onChange(event.currentTarget.value)}>
+    <label>{label} <select aria-label={label} value={value} onChange={(event) => onChange(event.currentTarget.value)}>
       {options.map(([name, words]) => <option key={name} value={name}>{words}</option>)}
     </select></label>
   );
@@ -205,9 +215,9 @@ export function CompareView({ query }) {
     if (!one.run) return null;
     const found = values[at].data?.series.find((series) => series.name === name);
     const where = places[at].data?.series[0];
-    const placed = by === "step" ? null : where && placesOf(where);
+    const placed = by === "step" ? null : where && placesOf(where, places[at].data.width);
     const problem = one.problem?.message ?? (values[at].error && !found ? values[at].error.message : by === "tokens" && where && !placed ? "its tokens are no total that grows with the steps" : "");
-    return { at, run: one.run, problem, line: found && (by === "step" || placed) ? lineOf(found, placed) : [] };
+    return { at, run: one.run, problem, line: found && (by === "step" || placed) ? lineOf(found, values[at].data.width, placed) : [] };
   }).filter(Boolean);
   const served = (run) => names.includes(run);
   const others = there.slice(1).filter((one) => one.run !== there[0].run && served(one.run) && served(there[0].run));
@@ -217,13 +227,13 @@ export function CompareView({ query }) {
       {names.length < 2 && <p class="notice">One run is served here: two are needed to compare them.</p>}
       <form class="choices" onSubmit={(event) => { event.preventDefault(); set({ series: typed }); }}>
         {SLOTS.slice(0, Math.min(SLOTS.length, Math.max(2, there.length + 1), Math.max(2, names.length))).map((slot, at) => (
-          <Choice key={slot} label={at ? "over it" : "run"} value={wanted[slot] ?? ""} options={[...(at < 2 ? [] : [["", "none"]]), ...names.map((one) => [one, seen(one, 60)])]} onChange={(value) => set({ [slot]: value, from: "", to: "" })} />
+          <Choice key={slot} label={`${NTH[at]} run`} value={wanted[slot] ?? ""} options={[...(at < 2 ? [] : [["", "none"]]), ...names.map((one) => [one, seen(one, 60)])]} onChange={(value) => set({ [slot]: value, from: "", to: "" })} />
         ))}
         <Choice label="by" value={by} options={Object.entries(BY).filter(([one]) => one !== "tokens" || hasTokens)} onChange={(value) => set({ by: value === "step" ? "" : value })} />
         <Choice label="kind" value={kind} options={[[SCALAR, "logged value"], ...kinds.map((one) => [one, one])]} onChange={(value) => set({ kind: value === SCALAR ? "" : value, series: "", statistic: "" })} />
         {kind === SCALAR ? <Choice label="value" value={name ?? ""} options={scalars.map((one) => [one, seen(one, 60)])} onChange={(value) => set({ series: value })} /> : (
           <>
-            <label>tensor <input list="tensors" value={typed} maxLength={300} onInput={(event) => setTyped(event.currentTarget.value)} onChange={(event) => set({ series: event.currentTarget.value })} placeholder="part of its name" /></label>
+            <label>tensor <input aria-label="tensor" list="tensors" value={typed} maxLength={300} onInput={(event) => setTyped(event.currentTarget.value)} onChange={(event) => set({ series: event.currentTarget.value })} placeholder="part of its name" /></label>
             <datalist id="tensors">{(tensors.data?.tensors ?? []).filter((one) => one.kind === kind).slice(0, 50).map((one) => <option key={one.series} value={one.name} />)}</datalist>
             <Choice label="statistic" value={statistic} options={(there[0]?.held?.statistics ?? [statistic]).map((one) => [one, one])} onChange={(value) => set({ statistic: value })} />
           </>
