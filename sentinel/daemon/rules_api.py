@@ -159,21 +159,21 @@ def _told(tally: RuleTally) -> dict[str, Any]:
 
 
 def _blindness(rule: Rule, over: Over, judged: JudgedByRule) -> list[str]:
-    """Return what a rule is blind to, in words; nothing where it sees what it needs, or nothing was judged yet."""
-    num_steps = judged.num_steps
+    """Return what a rule is blind to, in words; nothing where it sees what it needs, or has judged no step yet."""
     known = judged.blind.get(rule.name, [])
-    if known or judged.points.get(rule.name) or not num_steps or over in ALWAYS_AT_WORK:
+    # A rule that is in force from the next step on has no points, not none.
+    if known or not judged.num_steps or judged.points.get(rule.name, 1) or over in ALWAYS_AT_WORK:
         return known
-    steps = f"{num_steps} step{'' if num_steps == 1 else 's'}"
-    names = "" if rule.match.name == ("*",) else f" named {' or '.join(rule.match.name[:6])}"
+    globs = " or ".join(rule.match.name[:4]) + (" ..." if len(rule.match.name) > 4 else "")
+    names = "" if rule.match.name == ("*",) else f" named {globs}"
     if rule.match.kind == ("scalar",):
-        return [f"no value{names} was logged in {steps}"]
+        return [f"no value{names} was logged in any step that it judged"]
     if over == "copies":
-        return [f"no rank held a copy of what another one holds, in {steps}"]
+        return ["no rank held a copy of what another one holds"]
     if over == "ranks":
-        return [f"no rank said how long it took and waited, in {steps}"]
+        return ["no rank said how long it took and waited"]
     kinds = ", ".join(kind for kind in rule.match.kind if kind != "scalar")
-    return [f"nothing of kind {kinds}{names} came in {steps}: it is not measured, or too seldom"]
+    return [f"nothing of kind {kinds}{names} came in any step that it judged: it is not measured, or too seldom"]
 
 
 def _commented(change: str, run: str, first: int | None, last: int | None) -> str:

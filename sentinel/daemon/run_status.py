@@ -17,6 +17,7 @@ from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.snapshots import Acknowledgement
 from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.stages import RunStages
+from sentinel.judge.judge import Judge
 from sentinel.report.metrics import RunMetrics
 from sentinel.store.run_paths import RunPaths
 from sentinel.store.write_clock import WriteClock
@@ -68,12 +69,15 @@ class RunStatus:
         metrics.monitoring_acked_step = commanding.monitoring_acked_step
         metrics.num_file_failures, metrics.num_file_lines_pending = self._files.num_failures, self._files.num_pending
         metrics.num_history_missing = self._history.num_missing
-        self._judged = JudgedByRule.of(stages.judge)
         self._published = msgspec.structs.replace(metrics)
 
     def metrics(self) -> RunMetrics:
         """Return the newest gauges."""
         return self._published
+
+    def take_judge(self, judge: Judge) -> None:
+        """Take in what each rule has looked at; called by the loop behind a batch of steps."""
+        self._judged = JudgedByRule.of(judge)
 
     def judged_by_rule(self) -> JudgedByRule:
         """Return what each rule has looked at so far."""

@@ -124,6 +124,7 @@ class ServedRun:
                 self._commits.tell_newcomers(time.time())
                 self._notices.keep_losses(self._stages.assembler.losses)
                 self.status.publish(self._stages, time.time())
+                self.status.take_judge(self._stages.judge)
             self._opened = opened.pop_all()
 
     def turn(self, now: float) -> bool:
@@ -375,6 +376,7 @@ class ServedRun:
             judge = self._stages.judge
             self._notices.keep(self._gauges, judge.blindness, judge.failures, self._stages.assembler.losses)
             self._gauges.take_norms(newest)
+            self.status.take_judge(judge)
         self._marks.keep()
         self._gauges.take_incidents(self._stages.judge.open_incidents)
         self._gauges.metrics.last_judged_time = time.time()

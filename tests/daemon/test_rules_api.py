@@ -73,7 +73,7 @@ def test_each_rule_says_how_often_it_spoke_and_when_last(run: ServedRun, queries
 def test_rules_without_anything_to_look_at_are_blind_and_no_others(run: ServedRun, queries: RuleQueries) -> None:
     blind = {one["name"]: one["blind"] for one in queries.rules(run)["rules"] if one["blind"]}
 
-    assert blind["nobody"] == [f"no value named reward was logged in {STEPS} steps"]
+    assert blind["nobody"] == ["no value named reward was logged in any step that it judged"]
     assert "kind attention" in blind["attention-entropy"][0] and "copy" in blind["replica-divergence"][0]
     assert not blind.keys() & {"loss-spike", "non-finite", "turbulent-norm", "own-limit", "stale-rank", "run-ended"}
 
@@ -85,6 +85,13 @@ def test_before_the_first_step_no_rule_is_called_blind(tmp_path: Path) -> None:
     with_nothing.close()
 
     assert told["num_steps"] == 0 and not any(one["blind"] or one["last"] for one in told["rules"])
+
+
+def test_a_rule_that_is_in_force_from_the_next_step_on_is_not_called_blind(run: ServedRun, tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text(OWN.replace("nobody", "newcomer"))
+    told = {one["name"]: one for one in RuleQueries(loaded_packs(tmp_path / "more.yaml")).rules(run)["rules"]}
+
+    assert told["newcomer"]["blind"] == [] and told["attention-entropy"]["blind"] != []
 
 
 def test_what_was_counted_is_not_counted_again_and_what_comes_is(run: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,10 @@ AGAIN = "mistral-7b"
 PARTED, RESTARTED = 40, 120
 """Steps at which the other run's activation is 3 times as large, and from which it was started anew."""
 COLOURS = """(one) => {
-  const data = one.getContext("2d").getImageData(0, 0, one.width, one.height).data;
+  const copy = Object.assign(document.createElement("canvas"), { width: one.width, height: one.height });
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(one, 0, 0);
+  const data = context.getImageData(0, 0, one.width, one.height).data;
   const found = {};
   for (let at = 0; at < data.length; at += 4) {
     const colour = data.slice(at, at + 3).join(",");
