@@ -8,6 +8,7 @@ import { incidentLink } from "./route.js";
 import { grouped, number, plural, seen, severityClass } from "./words.js";
 
 export const AXIS_PX = 68;
+const NONE = []; // The same one each time: effects compare by identity.
 const AROUND = 50; // Steps on either side of what is zoomed to.
 
 // Columns: {width, steps, least, greatest, mean, last, nans, infs}, as the history answers; values may be null.
@@ -168,7 +169,7 @@ function drawMarks(plot, columns, anomalies, incidents, marks, tones) {
   ctx.restore();
 }
 
-export function Plot({ title, columns, view, extent, onView, isLog, anomalies = [], incidents = [], marks = [], isFirst = true, height = 190 }) {
+export function Plot({ title, columns, view, extent, onView, isLog, anomalies = NONE, incidents = NONE, marks = NONE, isFirst = true, height = 190 }) {
   const place = useRef(null);
   const plot = useRef(null);
   const now = useRef({});
@@ -206,7 +207,7 @@ export function Plot({ title, columns, view, extent, onView, isLog, anomalies = 
             (one) => {
               drawMarks(one, now.current.columns, now.current.anomalies, now.current.incidents, now.current.marks, tones);
               const [left, top, width, high] = [one.bbox.left, one.bbox.top, one.bbox.width, one.bbox.height].map((px) => px / devicePixelRatio);
-              setBox({ left, width, bottom: top + high });
+              setBox((before) => (before?.left === left && before.width === width && before.bottom === top + high ? before : { left, width, bottom: top + high }));
             },
           ],
           setCursor: [(one) => setAt(one.cursor.idx ?? null)],
