@@ -93,9 +93,8 @@ def list_(paths: tuple[str, ...], no_builtin: bool, detectors: bool, as_json: bo
         if as_json:
             click.echo(msgspec.json.encode(line).decode())
         else:
-            watched = f"{'/'.join(line.statistic)} of {'/'.join(line.kind)} {' '.join(line.names)}"
-            watched += f", merged to {' '.join(line.aggregates)}" if line.aggregates else ""
-            click.echo(f"{line.name}: {line.detector}, {line.severity}, {'+'.join(line.actions) or 'no action'}: {watched}")
+            actions = "+".join(line.actions) or "no action"
+            click.echo(f"{line.name}: {line.detector}, {line.severity}, {actions}: {line.watched}")
             click.echo(f"    {line.description} ({line.source})")
     return CLEAN
 

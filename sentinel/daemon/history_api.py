@@ -169,6 +169,14 @@ class HistoryQueries:
             "balance": _balance(picture.mean) if picture.choice.statistic == LOAD else None,
         }
 
+    def divergence(self, runs: Mapping[str, Path], statistic: str) -> dict[str, Any]:
+        """Return where two runs diverge; see `sentinel.history.divergence` for how that is told."""
+        from sentinel.history.divergence import divergence_of
+
+        with self._turn():
+            told: dict[str, Any] = msgspec.to_builtins(divergence_of(runs, statistic))
+            return told
+
     def _picture(self, run_dir: Path, request: HistoryRequest, most_rows: int, most_cells: int) -> Picture:
         from sentinel.history.pictures import picture_of
 

@@ -54,6 +54,16 @@ class RunHistory:
                 self._writer = HistoryWriter(self._folder, self._config, after=after, found=FoundRows(self._journal))
                 self._vectors = UnjudgedVectors()
 
+    def attempts(self) -> tuple[tuple[int, int], ...]:
+        """Return (attempt, its first step) as far as there is a history, rising. For any thread."""
+        if not self._config.enabled or self._obstacle:
+            return ()
+        from sentinel.history.manifest import read_manifest
+
+        with contextlib.suppress(SentinelError):
+            return tuple(sorted(read_manifest(self._folder).attempts))
+        return ()
+
     @contextlib.contextmanager
     def _noting_obstacles(self) -> Iterator[None]:
         try:

@@ -10,12 +10,14 @@ import msgspec
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
 from sentinel.daemon.gauges import RunGauges, progress_of
+from sentinel.daemon.judged_by_rule import JudgedByRule
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.snapshots import Acknowledgement
 from sentinel.daemon.spool_watch import SpoolWatch
 from sentinel.daemon.stages import RunStages
+from sentinel.judge.judge import Judge
 from sentinel.report.metrics import RunMetrics
 from sentinel.store.run_paths import RunPaths
 from sentinel.store.write_clock import WriteClock
@@ -56,6 +58,7 @@ class RunStatus:
         self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
         self._history = history
         self._published = gauges.metrics
+        self._judged = JudgedByRule()
 
     def publish(self, stages: RunStages, now: float, heard: Collection[int] = ()) -> None:
         """Have the newest gauges handed out. Called by the loop.
@@ -83,6 +86,14 @@ class RunStatus:
     def metrics(self) -> RunMetrics:
         """Return the newest gauges."""
         return self._published
+
+    def take_judge(self, judge: Judge) -> None:
+        """Take in what each rule has looked at; called by the loop behind a batch of steps."""
+        self._judged = JudgedByRule.of(judge)
+
+    def judged_by_rule(self) -> JudgedByRule:
+        """Return what each rule has looked at so far."""
+        return self._judged
 
     def problems(self) -> list[str]:
         """Return what is wrong with the run, in words."""

@@ -19,6 +19,7 @@ from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownI
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.pipeline_api import PipelineQueries, PipelineRequest
+from sentinel.daemon.rules_api import RuleQueries, WhatIfRequest
 from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
@@ -79,6 +80,7 @@ class ServedApi:
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
         self._series, self._history, self._pipeline = SeriesQueries(), HistoryQueries(), PipelineQueries()
+        self._rules = RuleQueries(packs)
 
     # Called by the loop.
 
@@ -228,6 +230,26 @@ class ServedApi:
     def changes(self) -> dict[str, RunChanges]:
         """Return run -> numbers that are others once something of it is."""
         return {name: run.status.changes() for name, run in self._runs.items()}
+
+    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
+        """Return where two runs diverge, out of their histories."""
+        return self._history.divergence({run: self._run_dir(run) for run in runs}, statistic)
+
+    def rules(self, run: str) -> dict[str, Any]:
+        """Return the rules in force, and what each said of a run."""
+        [one] = self._chosen(run)
+        return self._rules.rules(one)
+
+    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
+        """Return what a rule with other numbers would have said of a run."""
+        [one] = self._chosen(request.run)
+        return self._rules.what_if(one, request, self._config.config.judging)
+
+    def marks(self, run: str) -> list[dict[str, Any]]:
+        """Return what happened to a run beside its values, each at its step."""
+        [one] = self._chosen(run)
+        marks: list[dict[str, Any]] = msgspec.to_builtins(one.marks())
+        return marks
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""

@@ -32,6 +32,7 @@ from sentinel.daemon.live_ranks import LiveRanks, StepStart
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
+from sentinel.daemon.run_marks import Mark, RunMarks
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.run_status import RunStatus
@@ -46,7 +47,7 @@ from sentinel.incident import Incident
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.judge.packs import RulePacks
 from sentinel.judge.snapshot import Snapshot
-from sentinel.messages import Ack
+from sentinel.messages import Ack, Heartbeat
 from sentinel.report.alert_context import AlertContext
 from sentinel.report.silences import Silence
 from sentinel.step_view import StepView
@@ -92,6 +93,7 @@ class ServedRun:
                 self._packs = KeptPacks(self.journal, packs)
                 self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.newest.rules])
                 self._notices = RunNotices(self.name, self.journal)
+                self._marks = RunMarks(self.journal)
                 self._contexts = AlertContexts(
                     self.journal, lambda: self._stages.follower.incarnations.values(), config.labels, paths.run_dir
                 )
@@ -122,6 +124,7 @@ class ServedRun:
                 self._commits.tell_newcomers(time.time())
                 self._notices.keep_losses(self._stages.assembler.losses)
                 self.status.publish(self._stages, time.time())
+                self.status.take_judge(self._stages.judge)
             self._opened = opened.pop_all()
 
     def turn(self, now: float) -> bool:
@@ -227,6 +230,10 @@ class ServedRun:
         """Return (scalar, [(attempt, step, value)]), oldest first; of all scalars when `name` is None. For any thread."""
         return self._gauges.recent(name)
 
+    def marks(self) -> list[Mark]:
+        """Return restarts, checkpoints, changes of the rules and commands, in the order of steps. For any thread."""
+        return self._marks.told(self.commanding.statuses(), self._history.attempts())
+
     # Opening: the state of the last snapshot, the files as the journal has them, the decisions behind it.
 
     def _restored(self, config: DaemonConfig) -> RunStages:
@@ -297,6 +304,8 @@ class ServedRun:
         for record in records:
             if isinstance(record.message, Ack):
                 self.commanding.acknowledge(record.incarnation.rank, record.message, now)
+            elif isinstance(record.message, Heartbeat):
+                self._marks.take_heartbeat(record.message, record.incarnation.attempt or 0, record.time_ns / 1e9)
         with self._meters.stages.measure("assemble"):
             self._stages.assembler.take(records, mono)
         self._meters.stages.add("follow", 0.0, len(records))
@@ -347,6 +356,7 @@ class ServedRun:
                 self._gauges.take_step(one, judgement.anomalies, is_new=is_new)
                 self._history.take(self.recent.add(one))
                 self._notices.take_step(one)
+                self._marks.take_step(one)
                 if is_new and one.parts:
                     ended.append(max(part.time for part in one.parts))
             if is_new:
@@ -366,6 +376,8 @@ class ServedRun:
             judge = self._stages.judge
             self._notices.keep(self._gauges, judge.blindness, judge.failures, self._stages.assembler.losses)
             self._gauges.take_norms(newest)
+            self.status.take_judge(judge)
+        self._marks.keep()
         self._gauges.take_incidents(self._stages.judge.open_incidents)
         self._gauges.metrics.last_judged_time = time.time()
 

@@ -28,6 +28,11 @@ def allow_code(is_allowed: bool = True) -> None:
         sys.path.insert(0, "")
 
 
+def is_code_allowed() -> bool:
+    """Whether rules of this process may name detectors by dotted path."""
+    return _permission["is_given"]
+
+
 def is_dotted(name: str) -> bool:
     """Whether `name` is a path to a class, `package.module:Class` or `package.module.Class`, and no detector's name."""
     return "." in name or ":" in name

@@ -25,7 +25,7 @@ from sentinel.history.config import FOLDER
 from sentinel.history.manifest import Manifest, read_manifest
 from sentinel.history.questions import asking
 from sentinel.history.table_schemas import STATISTICS, WIDTHS
-from sentinel.history.wanted import SECONDS, STEPS, Wanted
+from sentinel.history.wanted import ELAPSED, SECONDS, STEPS, Wanted
 from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
@@ -104,14 +104,14 @@ def held(run: str, run_dir: Path, find: str = "", limit: int = 200) -> dict[str,
     limit: most scalars and most tensors that are listed.
     """
     manifest = read_manifest(run_dir / FOLDER)
-    with asked_history(run, run_dir) as connection:
+    with asked_in_time({run: run_dir}) as connection:
         rows = connection.execute(
             "SELECT series, left(name, ?), kind, place, depth FROM series ORDER BY kind, depth, site_pos, name", [MOST_NAME]
         ).fetchall()
     series = [dict(zip(("series", "name", "kind", "place", "depth"), row, strict=True)) for row in rows]
     kinds = Counter(one["kind"] for one in series)
     found = [one for one in series if one["kind"] != SCALAR and find.lower() in one["name"].lower()]
-    first, last = _extent(manifest)
+    first, last = extent_of(manifest)
     return {
         "run": run,
         "first_step": first,
@@ -128,16 +128,16 @@ def held(run: str, run_dir: Path, find: str = "", limit: int = 200) -> dict[str,
 
 def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
     """Return a picture of a run. ConfigError, with the nearest words, where it has nothing of what is wanted."""
-    known = {SCALAR: (VALUE,), STEPS: (SECONDS,)}.get(wanted.kind, tuple(OF_BUCKETS))
+    known = {SCALAR: (VALUE,), STEPS: (SECONDS, ELAPSED)}.get(wanted.kind, tuple(OF_BUCKETS))
     if wanted.statistic not in known:
         near = nearest(wanted.statistic, known)
         raise ConfigError(f'statistic: expected one of {", ".join(known)}, got "{wanted.statistic[:40]}"{near}')
     manifest = read_manifest(run_dir / FOLDER)
-    first, last = _extent(manifest)
+    first, last = extent_of(manifest)
     first, last = max(first, wanted.first_step), min(last, wanted.last_step)
-    with asked_history(run, run_dir) as connection:
+    with asked_in_time({run: run_dir}) as connection:
         if wanted.kind == STEPS:
-            return _step_times(connection, first, last, wanted.columns)
+            return _step_times(connection, wanted.statistic, first, last, wanted.columns)
         series = _series(connection, wanted)
         group = -(-len(series) // wanted.rows)
         rows = tuple(_row(series[at : at + group]) for at in range(0, len(series), group))
@@ -151,9 +151,10 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
 
 
 @contextlib.contextmanager
-def asked_history(run: str, run_dir: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection that answers for one run: it takes one core, and is interrupted when its time is over."""
-    with asking({run: run_dir}, num_threads=1) as connection:
+def asked_in_time(runs: Mapping[str, Path]) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield a connection that takes one core, and is interrupted when its time is over. ConfigError where it is, or where
+    the history cannot be asked. runs: name -> directory."""
+    with asking(runs, num_threads=1) as connection:
         import duckdb
 
         bell = threading.Timer(ANSWER_S, connection.interrupt)
@@ -164,7 +165,7 @@ def asked_history(run: str, run_dir: Path) -> Iterator[duckdb.DuckDBPyConnection
         except duckdb.InterruptException as error:
             raise ConfigError(f"the answer took more than {ANSWER_S:g} s; ask for fewer tensors, or fewer steps") from error
         except duckdb.Error as error:
-            raise ConfigError(f"run {run}: the history cannot be asked: {error}") from error
+            raise ConfigError(f"run {', '.join(runs)}: the history cannot be asked: {error}") from error
         finally:
             bell.cancel()
 
@@ -194,7 +195,7 @@ def _row(series: Sequence[tuple[Any, ...]]) -> PictureRow:
     return PictureRow(series=number, name=name[:MOST_NAME], place=place, pp_stage=pp_stage, depth=depth, num=len(series))
 
 
-def _extent(manifest: Manifest) -> tuple[int, int]:
+def extent_of(manifest: Manifest) -> tuple[int, int]:
     """Return the first and the last step of which a history has anything; (0, -1): it has nothing."""
     files = [one for one in manifest.files if one.last_step >= 0]
     return min((one.first_step for one in files), default=0), max((one.last_step for one in files), default=-1)
@@ -204,7 +205,7 @@ def _columns(manifest: Manifest, num_series: int, first: int, last: int, most: i
     """Return (steps of a row of the table to read, first step, steps of a column): as fine as there is room and data for."""
     span = max(1, last - first + 1)
     narrowest = -(-span // most)
-    widths = [one for one in (1, *WIDTHS) if _begins(manifest, one) <= first] or [WIDTHS[-1]]
+    widths = [one for one in (1, *WIDTHS) if begin_of(manifest, one) <= first] or [WIDTHS[-1]]
     fitting = [one for one in widths if one <= narrowest][-1:] or widths[:1]
     cheap = [one for one in widths if one >= fitting[0] and num_series * span <= MOST_ROWS_READ * one] or widths[-1:]
     table = cheap[0]
@@ -212,7 +213,7 @@ def _columns(manifest: Manifest, num_series: int, first: int, last: int, most: i
     return table, begin, max(1, -(-(last - begin + 1) // (table * most))) * table
 
 
-def _begins(manifest: Manifest, width: int) -> int:
+def begin_of(manifest: Manifest, width: int) -> int:
     """Return the first step of which there are rows of a width."""
     if width == 1:
         return manifest.full_from
@@ -240,17 +241,20 @@ def _select(wanted: Wanted, table: int, first: int, last: int, width: int) -> st
     )
 
 
-def _step_times(connection: duckdb.DuckDBPyConnection, first: int, last: int, most: int) -> Picture:
-    """Return how long steps took, in seconds; of a step whose forerunner was not of its attempt it is not known."""
+def _step_times(connection: duckdb.DuckDBPyConnection, statistic: str, first: int, last: int, most: int) -> Picture:
+    """Return how long steps took, or when they ended, in seconds; how long one took whose forerunner was not of its attempt
+    is not known."""
     width = -(-max(1, last - first + 1) // most)
     took = "CASE WHEN step = 1 + lag(step) OVER own THEN epoch(time) - epoch(lag(time) OVER own) END"
+    if statistic == ELAPSED:
+        took = "epoch(time) - (SELECT epoch(min(time)) FROM steps)"
     cells = connection.execute(
         f"SELECT 0 AS at, (step - {first}) // {width} AS col, min(s) AS least, max(s) AS greatest, avg(s) AS mean, "
         "arg_max(s, step) AS last, 0 AS nans, 0 AS infs, count(s) AS steps "
         f"FROM (SELECT step, {took} AS s FROM steps WINDOW own AS (PARTITION BY attempt ORDER BY step)) "
         f"WHERE step BETWEEN {first} AND {last} GROUP BY 2"
     ).fetchnumpy()
-    row = PictureRow(series=0, name=SECONDS, place="", pp_stage=-1, depth=-1)
+    row = PictureRow(series=0, name=statistic, place="", pp_stage=-1, depth=-1)
     return _placed((row,), max(0, last - first + width) // width, first, last, width, cells)
 
 

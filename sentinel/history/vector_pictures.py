@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.errors import ConfigError
-from sentinel.history.pictures import MOST_NAME, asked_history
+from sentinel.history.pictures import MOST_NAME, asked_in_time
 from sentinel.history.wanted import Wanted
 from sentinel.known_words import nearest
 
@@ -73,7 +73,7 @@ def vector_picture(
 
     ConfigError, with what there is, where it is another one.
     """
-    with asked_history(run, run_dir) as connection:
+    with asked_in_time({run: run_dir}) as connection:
         choices = [one for one in _choices(connection) if one.kind == wanted.kind]
         if not choices:
             return (), None

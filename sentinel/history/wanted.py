@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 STEPS = "steps"
-"""The kind of what a step itself has: its one statistic is `seconds`, from the end of the step before it to its own."""
+"""The kind of what a step itself has: `seconds`, from the end of the step before it to its own, and `elapsed`."""
 SECONDS = "seconds"
+ELAPSED = "elapsed"
+"""Seconds from the end of the first step that the history has to a step's own, pauses and restarts among them."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +17,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """A kind of tensors, `scalar`, or `steps`."""
     statistic: str
-    """One of `OF_BUCKETS`; of scalars `value`, of steps `seconds`."""
+    """One of `OF_BUCKETS`; of scalars `value`, of steps `seconds` or `elapsed`."""
     names: tuple[str, ...] = ("*",)
     """Globs of tensors or scalars."""
     series: tuple[int, ...] = ()

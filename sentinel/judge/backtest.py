@@ -134,18 +134,13 @@ def judge_subject(
         if (out / "anomalies").exists() or (out / "incidents.jsonl").exists():
             raise StoreError(f"{out}: expected a new directory, got one with anomalies in it; give another with -o")
         writers = [AppendLog(out / "anomalies"), AppendLog(out / "incidents.jsonl")]
-    owner: dict[str, Incident] = {}
     try:
         for row, judgement in steps:
             if not judgement.anomalies and not judgement.incidents:
                 continue
-            owner.clear()
             for incident in judgement.incidents:
                 outcome.incidents[incident.id] = msgspec.structs.replace(incident, members=())
-                owner.update(dict.fromkeys(incident.members, incident))
-            for anomaly in judgement.anomalies:
-                if anomaly.event == "onset":
-                    outcome.alarms.append(_alarm(subject.name, row, anomaly, owner.get(anomaly.id)))
+            outcome.alarms += alarms_of(subject.name, row, judgement)
             if writers:
                 writers[0].append(anomaly_line(anomaly) for anomaly in judgement.anomalies)
                 writers[1].append(json_line(incident) for incident in judgement.incidents)
@@ -241,6 +236,13 @@ def _beside_references(subject: BacktestSubject, settings: Settings, outcome: Ba
         outcome.notes.append("no reference run but itself: judged by its own past alone")
         return settings.pack
     return with_reference(settings.pack, combine((run for path in others for run in read_reference_run(path)), others))
+
+
+def alarms_of(file: str, row: int, judgement: Judgement) -> list[Alarm]:
+    """Return the onsets of one step or moment, `info` among them. file, row: as of `Alarm`."""
+    owner = {member: incident for incident in judgement.incidents for member in incident.members}
+    onsets = (anomaly for anomaly in judgement.anomalies if anomaly.event == "onset")
+    return [_alarm(file, row, anomaly, owner.get(anomaly.id)) for anomaly in onsets]
 
 
 def _alarm(file: str, row: int, anomaly: Anomaly, incident: Incident | None) -> Alarm:

@@ -72,6 +72,11 @@ class Judge:
         return self._engine.failures
 
     @property
+    def num_steps_judged(self) -> int:
+        """Steps judged, all attempts."""
+        return self._engine.num_steps
+
+    @property
     def num_rows_judged(self) -> int:
         """Rows judged, all steps: must equal the rows that ranks sent."""
         return self._engine.num_rows_judged

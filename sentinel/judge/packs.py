@@ -37,6 +37,11 @@ class RulePacks:
         self._signature: _Signature = ()
 
     @property
+    def paths(self) -> tuple[str | Path, ...]:
+        """What they are read from, as `load_pack` takes it."""
+        return tuple(self._paths)
+
+    @property
     def pack(self) -> Pack:
         """The rules in use."""
         assert self._pack is not None, "load comes first"

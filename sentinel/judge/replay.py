@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -113,6 +113,34 @@ def judged_again(
         if failures is not None:
             failures[:] = judge.failures
         yield one, judgement
+
+
+def judged_by_each(
+    paths: RunPaths, journal: Journal, packs: Sequence[Pack], *, judging: JudgingConfig | None = None
+) -> Iterator[tuple[StepView | Tick, tuple[Judgement, ...]]]:
+    """Yield each step and each moment that was decided, with the judgement of each pack on it, in the order of the packs.
+
+    What is read and merged once is judged by all: each pack says what `judged_again` has it say alone.
+    """
+    most = (judging or JudgingConfig()).max_anomalies_per_step
+    judges = []
+    for pack in packs:
+        judge, _ = _judge_at_cut(journal, most)
+        if judge is None:
+            judge = Judge(pack, max_anomalies=most)
+        else:
+            judge.reload(pack)
+        judges.append(judge)
+    until = journal.last_seq
+    for one in recorded(paths, journal):
+        decision = one if isinstance(one, Tick) else one.decision
+        assert decision is not None
+        if decision.seq > until:
+            return
+        if isinstance(one, Tick):
+            yield one, tuple(judge.judge_tick(one) for judge in judges)
+        else:
+            yield one, tuple(judge.judge(one.decision, one) for judge in judges)
 
 
 def _judge_at_cut(journal: Journal, most: int) -> tuple[Judge | None, str]:

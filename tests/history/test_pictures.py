@@ -11,7 +11,7 @@ import pytest
 from sentinel.errors import ConfigError
 from sentinel.history import pictures
 from sentinel.history.manifest import HistoryFile, Manifest
-from sentinel.history.pictures import OF_BUCKETS, _asked, held, picture_of
+from sentinel.history.pictures import OF_BUCKETS, asked_in_time, held, picture_of
 from sentinel.history.wanted import Wanted
 
 from .test_writer import answer, write, writing
@@ -90,6 +90,13 @@ def test_scalars_and_the_time_of_a_step_are_series_too(run: Path) -> None:
     assert set(seconds.mean[0, 1:].round(3).tolist()) == {1.0}
 
 
+def test_steps_are_placed_in_time_from_the_first_on(run: Path) -> None:
+    elapsed = picture(run, kind="steps", statistic="elapsed", first_step=100, columns=10)
+
+    assert (elapsed.first_step, elapsed.width) == (100, 30)
+    assert elapsed.least[0, 0] == pytest.approx(100.0) and elapsed.greatest[0, -1] == pytest.approx(STEPS - 1.0)
+
+
 def test_where_single_steps_are_gone_a_picture_is_made_of_buckets() -> None:
     def files(table: str, first: int) -> HistoryFile:
         return HistoryFile(name=table, table=table, level=1, rows=1, bytes=1, attempt=0, first_step=first, last_step=9999)
@@ -136,5 +143,5 @@ def test_what_a_history_has_not_is_said_with_what_it_has(run: Path, wanted: dict
 def test_an_answer_that_takes_too_long_is_given_up(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "ANSWER_S", 0.05)
 
-    with pytest.raises(ConfigError, match=r"took more than 0\.05 s"), _asked("run", run) as connection:
+    with pytest.raises(ConfigError, match=r"took more than 0\.05 s"), asked_in_time({"run": run}) as connection:
         connection.execute("SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b")

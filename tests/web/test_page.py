@@ -16,6 +16,8 @@ from axe_playwright_python.sync_playwright import Axe
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.history.config import HistoryConfig
+from sentinel.messages import Heartbeat
+from sentinel.rules.language.listing import check_packs
 from sentinel.testing import BlowUp, LossJump, Nan
 
 from ..daemon.test_daemon import daemon, url
@@ -34,8 +36,14 @@ STEPS = 160
 WITH_HISTORY = DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))
 SPIKE, BLOWN, BAD = 60, 90, 130
 """Steps at which the loss jumps, an activation is 300 times as large, and a NaN is born."""
+AGAIN = "mistral-7b"
+PARTED, RESTARTED = 40, 120
+"""Steps at which the other run's activation is 3 times as large, and from which it was started anew."""
 COLOURS = """(one) => {
-  const data = one.getContext("2d").getImageData(0, 0, one.width, one.height).data;
+  const copy = Object.assign(document.createElement("canvas"), { width: one.width, height: one.height });
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(one, 0, 0);
+  const data = context.getImageData(0, 0, one.width, one.height).data;
   const found = {};
   for (let at = 0; at < data.length; at += 4) {
     const colour = data.slice(at, at + 3).join(",");
@@ -48,6 +56,10 @@ VIEWS = {
     "/": "Open incidents",
     f"/#/runs/{GOOD}": "greatest at step 60",
     f"/#/runs/{GOOD}/layers": "in the order of the forward",
+    f"/#/runs/{GOOD}/rules": "blind: ",
+    f"/#/runs/{GOOD}/rules?rule=loss-spike&n.k=1000": "As a pack",
+    f"/#/compare?a={GOOD}&b=mistral-7b": "They diverge at",
+    "/#/runs/mistral-7b": "R restart (1)",
     "/#/search?q=attn": "Tensors",
 }
 """Address of a view -> a text that stands there once it is whole."""
@@ -58,7 +70,8 @@ shown = functools.partial(wait_for, timeout_s=LONG_S, interval_s=0.1)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs: one with three incidents that are over; a hostile one whose last incident is open; one without steps."""
+    """Four runs: one with three incidents that are over; one on its data with another fault and a restart; a hostile one
+    whose last incident is open; one without steps."""
     directory = tmp_path_factory.mktemp("runs")
     good = small_run(directory / GOOD)
     good.plant(
@@ -69,6 +82,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     good.write(STEPS)
     write_hostile_run(directory / "hostile", is_skipped=False, **{"x" * 4_000: 1.0})
     small_run(directory / "no-steps")
+    again = small_run(directory / AGAIN).plant(BlowUp(step=PARTED, module="layers.1.mlp", factor=3.0, in_gradients=0.5))
+    again.write(RESTARTED)
+    again.report(0, Heartbeat(step=RESTARTED - 1, call_id=0, activity="checkpoint"))
+    again.restart(RESTARTED, attempt=1)
+    again.write(STEPS - RESTARTED)
     for one in directory.iterdir():
         one.chmod(0o700)
     return directory
@@ -87,10 +105,10 @@ def address(runs: Path) -> Iterator[str]:
             found = url(runs)
 
             def last_steps() -> list[int]:
-                asked = (f"{found}/api/v1/history?run={name}" for name in (GOOD, "hostile"))
+                asked = (f"{found}/api/v1/history?run={name}" for name in (GOOD, AGAIN, "hostile"))
                 return [json.load(urllib.request.urlopen(path, timeout=LONG_S))["last_step"] for path in asked]
 
-            shown(lambda: one.api.is_ready() and last_steps() == [STEPS - 1, 11], "the histories")
+            shown(lambda: one.api.is_ready() and last_steps() == [STEPS - 1, STEPS - 1, 11], "the histories")
             yield found
 
 
@@ -107,7 +125,7 @@ def test_the_overview_shows_runs_with_their_loss_and_open_incidents_first(looked
     page.get_by_role("row", name=re.compile("^hostile.* critical")).wait_for()
     page.get_by_role("row", name=re.compile(f"^{GOOD}.* {STEPS - 1} .*4 of 4")).wait_for()
     rows = page.locator("table.runs tbody tr").all_inner_texts()
-    assert [row.split()[0] for row in rows] == ["hostile", GOOD, "no-steps"]
+    assert [row.split()[0] for row in rows] == ["hostile", GOOD, AGAIN, "no-steps"]
     first = page.locator("ul.incidents").first.locator("li").first.inner_text()
     assert "critical" in first and "hostile" in first
     page.get_by_text("Incidents that are over").click()
@@ -214,6 +232,9 @@ def test_a_hostile_run_is_shown_with_everything_escaped_and_nothing_of_it_runs(l
     page.get_by_text("<script>alert(1)</script>").first.wait_for()
     page.get_by_role("button", name=re.compile("forged line")).first.click()
     page.locator("figure.plot").wait_for()
+    page = looked.go("/#/runs/hostile/rules", "Rules in force")
+    page.get_by_text("forged line").first.wait_for()
+    page = looked.go(f"/#/compare?a=hostile&b={GOOD}&series={quote('<img src=x onerror=alert(1)>')}", "Where they diverge")
     page = looked.go(f"/#/search?q={quote('<script>')}", "Tensors")
     page.locator("ul.tensors").get_by_role("link", name=re.compile("forged line")).first.click()
     page.get_by_text("What stands out").wait_for()
@@ -222,9 +243,101 @@ def test_a_hostile_run_is_shown_with_everything_escaped_and_nothing_of_it_runs(l
     ) == [1, 0]
 
 
+def test_rules_say_what_they_said_and_a_what_if_what_would_come_and_go(looked: Looked, address: str, tmp_path: Path) -> None:
+    spiked = next(one for title, one in incident_ids(address).items() if "loss" in title.lower())
+    page = looked.go(f"/#/runs/{GOOD}/rules", "Rules in force")
+    row = page.get_by_role("row", name=re.compile("^loss-spike"))
+    assert re.search(r"critical\s+1 x\s+step 60", row.inner_text())
+    assert spiked in str(row.get_by_role("link", name="step 60").get_attribute("href"))
+    attention = page.get_by_role("row", name=re.compile("^attention-entropy")).inner_text()
+    assert "blind: nothing of kind attention" in attention and "never" in attention
+    assert "blind" not in page.get_by_role("row", name=re.compile("^loss-drift")).inner_text()
+
+    row.get_by_role("link", name="loss-spike").click()
+    k = page.get_by_role("spinbutton", name="k", exact=True)
+    assert page.get_by_role("button", name="What would it have said?").is_disabled()
+    k.fill("1000")
+    k.press("Enter")
+    page.wait_for_url(re.compile(r"rule=loss-spike&n\.k=1000"))
+    page.get_by_text("0 alarms come, 1 goes, 0 stay").wait_for()
+    page.get_by_text(f"over steps 0 to {STEPS - 1}").wait_for()
+    gone = page.get_by_role("row", name=re.compile("^goes 60 loss")).get_by_role("link", name=spiked)
+    assert gone.count() == 1
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download what-if.yaml").click()
+    saved.value.save_as(tmp_path / "what-if.yaml")
+    checked = check_packs([tmp_path / "what-if.yaml"])
+    assert (checked.errors, checked.lint) == ((), ()) and "k: 1000" in (tmp_path / "what-if.yaml").read_text()
+
+    page = looked.go(page.url, "0 alarms come, 1 goes, 0 stay")
+    page.get_by_role("link", name="60", exact=True).click()
+    page.wait_for_url(re.compile(f"runs/{GOOD}\\?from=0&to=120"))
+
+
+def test_a_number_that_no_pack_may_have_is_refused_in_the_words_of_the_reader(browser: Browser, address: str) -> None:
+    with Looked(browser, address) as looked:
+        looked.go(f"/#/runs/{GOOD}/rules?rule=loss-spike&n.window=-1", "what-if.yaml:")
+        looked.go(f"/#/runs/{GOOD}/rules?rule=loss-spike&n.domain=2", 'has no number "domain"')
+        looked.go(f"/#/runs/{GOOD}/rules?rule=nobody", "No rule of this name is in force")
+
+    assert {"400" in one for one in looked.complaints} == {True} and len(looked.complaints) == 2
+
+
+def test_runs_lie_over_each_other_and_where_they_diverge_is_found_and_led_to(looked: Looked) -> None:
+    page = looked.go("/", "Open incidents")
+    page.get_by_role("link", name="compare them").click()
+    for label, run in (("first run", GOOD), ("second run", AGAIN)):
+        page.get_by_label(label).select_option(run)
+    page.wait_for_url(re.compile(f"a={GOOD}&b={AGAIN}"))
+    told = page.locator("section.whatif", has_text=f"{GOOD} and {AGAIN}")
+    told.get_by_text(f"They diverge at step {PARTED}").wait_for()
+    assert "first in layers.1.mlp activation" in told.inner_text() and "equal before, but for rounding" in told.inner_text()
+
+    canvas = page.locator("figure.plot canvas")
+    colours = shown(lambda: (one := canvas.evaluate(COLOURS)).get("179,71,0", 0) > 50 and one, "the second run's line")
+    assert colours.get("31,111,235", 0) > 50
+    assert page.get_by_label("by", exact=True).locator("option").all_inner_texts() == ["step", "time since its first step"]
+    page.get_by_label("by", exact=True).select_option("time")
+    page.wait_for_url(re.compile("by=time"))
+    page.get_by_label("value", exact=True).select_option("grad_norm")
+    page.get_by_text("grad_norm over time since its first step").wait_for()
+    shown(lambda: canvas.evaluate(COLOURS).get("179,71,0", 0) > 50, "the second run's line, by time")
+
+    told.get_by_role("link", name="layers.1.mlp", exact=True).click()
+    page.wait_for_url(re.compile(f"runs/{AGAIN}/layers.*from=0&to=100"))
+    page.get_by_text("std of layers.1.mlp (activation)").wait_for()
+    looked.go(f"/#/compare?a={GOOD}&b={GOOD}", "Choose two different runs")
+
+
+def test_a_tensor_of_two_runs_is_drawn_by_its_name(looked: Looked) -> None:
+    page = looked.go(f"/#/compare?a={GOOD}&b={AGAIN}&kind=activation", "Type the name of a tensor")
+    box = page.get_by_label("tensor", exact=True)
+    box.fill("layers.1.mlp")
+    box.press("Enter")
+    page.get_by_text("std of layers.1.mlp (activation) over step").wait_for()
+    shown(lambda: page.locator("figure.plot").inner_text().count("last 0") == 2, "both lines")
+
+
+def test_restarts_and_checkpoints_are_marked_on_the_plots_and_reached_by_keyboard(looked: Looked) -> None:
+    page = looked.go(f"/#/runs/{AGAIN}", "R restart (1), C checkpoint (1)")
+    loss = page.locator("figure.plot").first
+    marks = loss.locator("button.event")
+    shown(lambda: marks.count() == 1, "one mark, for the two lie over each other")
+    words = str(marks.first.get_attribute("aria-label"))
+    assert f"step {RESTARTED - 1}: a checkpoint is written" in words
+    assert f"step {RESTARTED}: attempt 1 begins, with the state of a checkpoint behind step {RESTARTED - 1}" in words
+    marks.first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile(f"from={RESTARTED - 51}&to={STEPS - 1}"))
+    tab_stops = [one.get_attribute("tabindex") for one in page.locator("button.event").all()]
+    assert tab_stops.count("0") == 1 < len(tab_stops)
+    assert looked.go(f"/#/runs/{GOOD}", "greatest at step 60").locator("button.event").count() == 0, "nothing happened there"
+
+
 def test_a_run_without_steps_says_so(looked: Looked) -> None:
     looked.go("/#/runs/no-steps", "No step of this run has been judged")
     looked.go("/#/runs/no-steps/layers", "holds no tensor yet")
+    looked.go("/#/runs/no-steps/rules", "judged 0 steps")
 
 
 def test_a_run_without_a_history_shows_what_is_in_memory_and_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
@@ -248,11 +361,20 @@ def test_one_box_finds_runs_incidents_and_tensors(looked: Looked) -> None:
     looked.go("/#/search?q=nobodys", "Nothing: no run, no incident")
 
 
-@pytest.mark.parametrize("path", ["", f"#/runs/{GOOD}", f"#/runs/{GOOD}/layers"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        f"#/runs/{GOOD}",
+        f"#/runs/{GOOD}/layers",
+        f"#/compare?a={GOOD}&b={AGAIN}",
+        f"#/runs/{GOOD}/rules?rule=loss-spike&n.k=99",
+    ],
+)
 def test_a_phone_shows_all_of_it_within_its_width(browser: Browser, address: str, path: str) -> None:
     with Looked(browser, address, viewport={"width": 390, "height": 800}, color_scheme="dark") as looked:
-        page = looked.go(f"/{path}", "layers")
-        page.locator("canvas").first.wait_for()
+        page = looked.go(f"/{path}", "As a pack" if "rules" in path else "layers")
+        page.locator("canvas, svg").first.wait_for()
 
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert looked.complaints == []

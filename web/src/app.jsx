@@ -4,6 +4,7 @@ import "./app.css";
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 
+import { CompareView } from "./compare.jsx";
 import { ExpertsView } from "./experts.jsx";
 import { IncidentView } from "./incident.jsx";
 import { LayersView } from "./layers.jsx";
@@ -11,9 +12,11 @@ import { follow } from "./live.js";
 import { Overview } from "./overview.jsx";
 import { PipelineView } from "./pipeline.jsx";
 import { go, link, useRoute } from "./route.js";
+import { RulesView } from "./rules.jsx";
 import { RunView } from "./run.jsx";
 import { SearchView } from "./search.jsx";
 import { address, useAnswer } from "./server.js";
+import { TensorsView } from "./tensors.jsx";
 import { seen } from "./words.js";
 
 function SearchBox({ query }) {
@@ -43,8 +46,8 @@ function Health({ health }) {
   );
 }
 
-const VIEWS = { "": Overview, runs: RunView, incidents: IncidentView, search: SearchView };
-const WITHIN = { layers: LayersView, pipeline: PipelineView, experts: ExpertsView }; // A run.
+const VIEWS = { "": Overview, runs: RunView, incidents: IncidentView, search: SearchView, compare: CompareView };
+const WITHIN = { layers: LayersView, pipeline: PipelineView, experts: ExpertsView, tensors: TensorsView, rules: RulesView }; // A run.
 
 function App() {
   const { parts, query } = useRoute();
@@ -64,6 +67,7 @@ function App() {
           <a class="home" href={link([])}>Sentinel</a>{" "}
           {first === "runs" && name && <><span class="muted">/</span> <a href={link(["runs", name])}>{seen(name, 60)}</a></>}
           {first === "runs" && Object.hasOwn(WITHIN, within ?? "") && <> <span class="muted">/</span> {within}</>}
+          {first === "compare" && <><span class="muted">/</span> compare</>}
           {first === "incidents" && query.run && <><span class="muted">/</span> <a href={link(["runs", query.run])}>{seen(query.run, 60)}</a></>}
           {first === "incidents" && name && <> <span class="muted">/</span> <code>{seen(name, 40)}</code></>}
         </nav>

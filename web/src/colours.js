@@ -1,6 +1,6 @@
 // Colours that canvases draw with: of the style sheet, so that dark and light are decided in one place; and viridis.
 
-const NAMES = ["line", "band", "axis", "grid", "nan", "inf", "nothing", "undefined", "critical", "warning", "info", "ink", "backward", "wgrad"];
+const NAMES = ["line", "line2", "line3", "line4", "band", "axis", "grid", "nan", "inf", "nothing", "undefined", "critical", "warning", "info", "ink", "backward", "wgrad"];
 
 export function colours() {
   const style = getComputedStyle(document.documentElement);

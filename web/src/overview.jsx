@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 
 import { IncidentTable } from "./incident_table.jsx";
-import { layersLink, runLink } from "./route.js";
+import { compareLink, layersLink, runLink } from "./route.js";
 import { address, useAnswer } from "./server.js";
 import { Sparkline } from "./sparkline.jsx";
 import { ago, clock, grouped, number, plural, seen, worstFirst } from "./words.js";
@@ -104,10 +104,10 @@ export function Overview({ health }) {
         {open.length ? <IncidentTable incidents={open} since={before} /> : <p class="ok">None.</p>}
       </section>
       <section>
-        <h2>Runs</h2>
+        <h2>Runs {runs.data.runs.length > 1 && <span class="muted"><a href={compareLink()}>compare them</a></span>}</h2>
         {runs.data.runs.length === 0 ? <p class="muted">No run has written anything here yet.</p> : (
           <div class="wide">
-            <table class="runs">
+            <table class="runs cards">
               <thead><tr><th>Run</th><th>Health</th><th class="number">Step judged</th><th class="number">Ranks</th><th>Loss</th><th>Last heard</th></tr></thead>
               <tbody>{runs.data.runs.map((one) => <RunRow key={one.run} run={one} loss={lossOf(losses.data?.series.filter((series) => series.run === one.run))} now={now} />)}</tbody>
             </table>

@@ -7,7 +7,9 @@ import { colours } from "./colours.js";
 import { incidentLink } from "./route.js";
 import { grouped, number, plural, seen, severityClass } from "./words.js";
 
-const AXIS_PX = 68;
+export const AXIS_PX = 68;
+const NONE = []; // The same one each time: effects compare by identity.
+const AROUND = 50; // Steps on either side of what is zoomed to.
 
 // Columns: {width, steps, least, greatest, mean, last, nans, infs}, as the history answers; values may be null.
 function drawn(columns, isLog) {
@@ -73,10 +75,14 @@ export function movedView(key, [from, to], [first, last]) {
 }
 
 // As many digits as tell neighbouring ticks apart.
-function labelled(_, ticks, __, ___, increment) {
+export function labelled(_, ticks, __, ___, increment) {
   const most = Math.max(...ticks.map((one) => Math.abs(one ?? 0)));
   const digits = Math.min(12, Math.max(3, Math.ceil(Math.log10(most / (increment || most || 1) || 1)) + 1));
   return ticks.map((one) => (one === null ? "" : number(one, digits)));
+}
+
+export function axisOf(tones) {
+  return { stroke: tones.axis, grid: { stroke: tones.grid, width: 1 }, ticks: { stroke: tones.grid, width: 1 }, font: "12px system-ui, sans-serif" };
 }
 
 // The scale of what is in view. What moves by less than a hundred times the rounding of a history is a flat line.
@@ -86,7 +92,34 @@ function roomy(_, least, most) {
   return most - least > 1e-5 * size ? uPlot.rangeNum(least, most, 0.08, false) : [least - 0.1 * size, most + 0.1 * size];
 }
 
-function drawMarks(plot, columns, anomalies, incidents, tones) {
+// What happened to a run beside its values: [letter, words].
+const EVENTS = { restart: ["R", "restart"], checkpoint: ["C", "checkpoint"], rules: ["P", "other rules"], command: ["M", "command"] };
+const EVENT_PX = 16;
+
+export function EventKey({ marks }) {
+  const kinds = Object.keys(EVENTS).filter((kind) => marks.some((one) => one.kind === kind));
+  if (!kinds.length) return null;
+  return (
+    <p class="muted">
+      On the lower edge: {kinds.map((kind) => `${EVENTS[kind][0]} ${EVENTS[kind][1]} (${grouped(marks.filter((one) => one.kind === kind).length)})`).join(", ")}; Enter zooms to it.
+    </p>
+  );
+}
+
+// Marks that would lie over each other are one: {x, letter, marks}.
+function gathered(marks, x) {
+  const groups = [];
+  for (const one of marks) {
+    const last = groups.at(-1);
+    if (last && x(one.step) - last.x < EVENT_PX) last.marks.push(one);
+    else groups.push({ x: x(one.step), marks: [one] });
+  }
+  return groups.map((one) => ({ ...one, letter: one.marks.length > 1 ? String(Math.min(one.marks.length, 99)) : EVENTS[one.marks[0].kind]?.[0] ?? "?" }));
+}
+
+const eventWords = (marks) => marks.slice(0, 8).map((one) => `step ${grouped(one.step)}: ${seen(one.label, 200)}`).join("; ") + (marks.length > 8 ? `; and ${marks.length - 8} more` : "");
+
+function drawMarks(plot, columns, anomalies, incidents, marks, tones) {
   const { ctx, bbox } = plot;
   const x = (step) => plot.valToPos(step, "x", true);
   const inView = (step) => step >= plot.scales.x.min && step <= plot.scales.x.max;
@@ -100,6 +133,16 @@ function drawMarks(plot, columns, anomalies, incidents, tones) {
     ctx.beginPath();
     ctx.moveTo(x(one.opened_step), bbox.top);
     ctx.lineTo(x(one.opened_step), bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  for (const one of marks) {
+    if (!inView(one.step)) continue;
+    ctx.strokeStyle = tones.axis;
+    ctx.setLineDash([ratio, 3 * ratio]);
+    ctx.lineWidth = ratio;
+    ctx.beginPath();
+    ctx.moveTo(x(one.step), bbox.top);
+    ctx.lineTo(x(one.step), bbox.top + bbox.height);
     ctx.stroke();
   }
   ctx.setLineDash([]);
@@ -126,7 +169,7 @@ function drawMarks(plot, columns, anomalies, incidents, tones) {
   ctx.restore();
 }
 
-export function Plot({ title, columns, view, extent, onView, isLog, anomalies = [], incidents = [], height = 190 }) {
+export function Plot({ title, columns, view, extent, onView, isLog, anomalies = NONE, incidents = NONE, marks = NONE, isFirst = true, height = 190 }) {
   const place = useRef(null);
   const plot = useRef(null);
   const now = useRef({});
@@ -135,11 +178,11 @@ export function Plot({ title, columns, view, extent, onView, isLog, anomalies = 
   const { least } = summed(columns);
   // With a logarithm, values at and below zero have a scale of their own kind rather than none.
   const kind = isLog ? (least > 0 ? 3 : 4) : 1;
-  now.current = { columns, anomalies, incidents, onView, range: [view[0], Math.max(view[1], view[0] + 1)] };
+  now.current = { columns, anomalies, incidents, marks, onView, range: [view[0], Math.max(view[1], view[0] + 1)] };
 
   useEffect(() => {
     const tones = colours();
-    const axis = { stroke: tones.axis, grid: { stroke: tones.grid, width: 1 }, ticks: { stroke: tones.grid, width: 1 }, font: "12px system-ui, sans-serif" };
+    const axis = axisOf(tones);
     const own = new uPlot(
       {
         width: Math.max(200, place.current.clientWidth),
@@ -162,8 +205,9 @@ export function Plot({ title, columns, view, extent, onView, isLog, anomalies = 
         hooks: {
           draw: [
             (one) => {
-              drawMarks(one, now.current.columns, now.current.anomalies, now.current.incidents, tones);
-              setBox({ left: one.bbox.left / devicePixelRatio, width: one.bbox.width / devicePixelRatio });
+              drawMarks(one, now.current.columns, now.current.anomalies, now.current.incidents, now.current.marks, tones);
+              const [left, top, width, high] = [one.bbox.left, one.bbox.top, one.bbox.width, one.bbox.height].map((px) => px / devicePixelRatio);
+              setBox((before) => (before?.left === left && before.width === width && before.bottom === top + high ? before : { left, width, bottom: top + high }));
             },
           ],
           setCursor: [(one) => setAt(one.cursor.idx ?? null)],
@@ -196,7 +240,7 @@ export function Plot({ title, columns, view, extent, onView, isLog, anomalies = 
 
   useEffect(() => {
     plot.current.setData(drawn(columns, kind === 3));
-  }, [columns, anomalies, incidents, view[0], view[1], kind, height]);
+  }, [columns, anomalies, incidents, marks, view[0], view[1], kind, height]);
 
   const keyed = (event) => {
     const moved = movedView(event.key, view, extent);
@@ -213,6 +257,14 @@ export function Plot({ title, columns, view, extent, onView, isLog, anomalies = 
         <div ref={place} />
         {box && shown.map((one) => (
           <a key={one.id} class={`mark ${severityClass(one.severity)}`} style={{ left: `${x(one.opened_step)}px` }} href={incidentLink(one)} title={`step ${one.opened_step}: ${seen(one.title, 200)}`} aria-label={`Incident at step ${one.opened_step}: ${seen(one.title, 200)}`} />
+        ))}
+        {/* The lines are on every plot; the keyboard meets each once, on the first. */}
+        {box && gathered(marks.filter((one) => one.step >= view[0] && one.step <= view[1]), x).slice(0, 80).map((one) => (
+          <button
+            key={`${one.marks[0].kind}/${one.marks[0].attempt}/${one.marks[0].step}`} type="button" class="event" tabIndex={isFirst ? 0 : -1}
+            style={{ left: `${one.x}px`, top: `${box.bottom - EVENT_PX}px` }} title={eventWords(one.marks)} aria-label={eventWords(one.marks)}
+            onClick={() => onView([Math.max(extent[0], one.marks[0].step - AROUND), Math.min(extent[1], one.marks.at(-1).step + AROUND)])}
+          >{one.letter}</button>
         ))}
       </div>
     </figure>

@@ -16,6 +16,9 @@ export const runLink = (run, query) => link(["runs", run], query);
 export const layersLink = (run, query) => link(["runs", run, "layers"], query);
 export const pipelineLink = (run, query) => link(["runs", run, "pipeline"], query);
 export const expertsLink = (run, query) => link(["runs", run, "experts"], query);
+export const tensorsLink = (run, query) => link(["runs", run, "tensors"], query);
+export const rulesLink = (run, query) => link(["runs", run, "rules"], query);
+export const compareLink = (query) => link(["compare"], query);
 export const incidentLink = (incident) => link(["incidents", incident.id], { run: incident.run });
 
 // The address that messages carry, which says the same to a browser without scripts.

@@ -3,7 +3,7 @@ import { useMemo, useState } from "preact/hooks";
 
 import { joined, ofPoints } from "./columns.js";
 import { IncidentTable } from "./incident_table.jsx";
-import { Plot } from "./plot.jsx";
+import { EventKey, Plot } from "./plot.jsx";
 import { go, runLink } from "./route.js";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
@@ -78,6 +78,7 @@ export function RunView({ name: run, query }) {
   const recent = useAnswer(address("api/v1/series", { run, limit: held ? 400 : 2000 }), 3000, true);
   const incidents = useAnswer(address("api/v1/incidents", { run, limit: 300 }), 5000);
   const anomalies = useAnswer(address("api/v1/anomalies", { run, limit: 1000 }), 5000);
+  const marks = useAnswer(address("api/v1/marks", { run }), 5000);
   const [more, setMore] = useState(4);
   const own = runs.data?.runs.find((one) => one.run === run);
 
@@ -104,6 +105,7 @@ export function RunView({ name: run, query }) {
 
   if (!own) return <p class="muted">{runs.data ? `No run of this name is served here: ${seen(run, 100)}` : seen(runs.error?.message ?? "Asking the daemon.")}</p>;
   const open = incidents.data?.incidents ?? [];
+  const happened = marks.data?.marks ?? [];
   const drawn = shown.map(([name, id]) => {
     const points = fresh.find((one) => one.name === name)?.points ?? [];
     const answer = name === STEP_TIME ? times.data : told.data;
@@ -123,9 +125,10 @@ export function RunView({ name: run, query }) {
         <span class="muted keys">drag to zoom, double click for all; keys: arrows, + and -, 0</span>
       </Toolbar>
       {names.length === 0 && !isWaiting && <p class="muted">No step of this run has been judged, or it logs no values.</p>}
-      {drawn.map(([name, all]) => (
+      <EventKey marks={happened} />
+      {drawn.map(([name, all], at) => (
         <Plot
-          key={name} title={name} columns={all} view={view} extent={extent} onView={onView} isLog={query.log === "1"} incidents={open}
+          key={name} title={name} marks={happened} isFirst={at === 0} columns={all} view={view} extent={extent} onView={onView} isLog={query.log === "1"} incidents={open}
           anomalies={(anomalies.data?.anomalies ?? []).filter((one) => one.tag_name === name && one.event === "onset")}
         />
       ))}

@@ -37,15 +37,25 @@ async function answered(request) {
 }
 
 // The daemon answers one question to the history at a time (503): it is asked again a moment later.
-export async function get(url, signal) {
+export async function get(url, signal, options = {}) {
   for (let times = 1; ; times += 1) {
     try {
-      return await answered(fetch(url, { signal }));
+      return await answered(fetch(url, { signal, ...options }));
     } catch (error) {
       if (error.status !== 503 || times >= 8) throw error;
     }
     await new Promise((goOn) => setTimeout(goOn, 300 * times));
   }
+}
+
+// A question that is too costly for a GET, which other pages may have a browser send: it changes nothing.
+export function ask(path, body, signal) {
+  return get(new URL(path, root), signal, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+}
+
+// What tells of the training data is shown to who has a token.
+export function getWith(url, token, signal) {
+  return answered(fetch(url, { signal, headers: { Authorization: `Bearer ${token}` } }));
 }
 
 export function post(path, token, body) {

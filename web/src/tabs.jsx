@@ -1,7 +1,10 @@
 // The views of one run.
-import { expertsLink, layersLink, pipelineLink, runLink } from "./route.js";
+import { compareLink, expertsLink, layersLink, pipelineLink, rulesLink, runLink, tensorsLink } from "./route.js";
 
-const TABS = [["Values", runLink], ["Layers x steps", layersLink], ["Pipeline", pipelineLink], ["Experts and heads", expertsLink]];
+const TABS = [
+  ["Values", runLink], ["Layers x steps", layersLink], ["Pipeline", pipelineLink], ["Experts and heads", expertsLink], ["Live tensors", tensorsLink],
+  ["Rules", (run) => rulesLink(run)], ["Compare", (run) => compareLink({ a: run })],
+];
 
 // query: of the view that is shown; the steps in view are taken along.
 export function RunTabs({ run, current, query }) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from sentinel.control.acts import ActRequest
 from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
@@ -116,6 +117,26 @@ class DaemonApi(Protocol):
 
     def changes(self) -> Mapping[str, RunChanges]:
         """Return run -> numbers that are others once something of it is. Reads nothing and waits for nobody."""
+        ...
+
+    def rules(self, run: str) -> dict[str, Any]:
+        """Return the rules in force, what each said of a run, and what it is blind to. UnknownRun."""
+        ...
+
+    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
+        """Return what a rule with other numbers would have said of a run; it takes seconds.
+
+        UnknownRun; SentinelError for a change that no pack may have, and where the run cannot be judged again; Busy while
+        another is asked.
+        """
+        ...
+
+    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
+        """Return where two runs diverge, out of their histories; it may take seconds. As `history` else."""
+        ...
+
+    def marks(self, run: str) -> list[dict[str, Any]]:
+        """Return restarts, checkpoints, changes of the rules and commands, in the order of steps. UnknownRun."""
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:

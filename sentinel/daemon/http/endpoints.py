@@ -22,6 +22,7 @@ from sentinel.daemon.http.incident_page import render_incident, story_of
 from sentinel.daemon.http.page import render_page
 from sentinel.daemon.http.responses import html, lines, plain, problem
 from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
 from sentinel.report.silences import SilenceRequest
@@ -183,6 +184,27 @@ async def events(request: Request) -> Response:
     return streams.begun()
 
 
+def divergence(request: Request) -> Response:
+    """Return where two runs diverge: the step and the tensor."""
+    runs = request.query_params.getlist("run")
+    return plain(api_of(request).divergence(runs, request.query_params.get("statistic", "std")))
+
+
+def marks(request: Request) -> Response:
+    """Return restarts, checkpoints, changes of the rules and commands of a run."""
+    return plain({"marks": api_of(request).marks(named_run(request))})
+
+
+def rules(request: Request) -> Response:
+    """Return the rules in force of a run, and what each said so far."""
+    return plain(api_of(request).rules(named_run(request)))
+
+
+def what_if(request: Request) -> Response:
+    """Return what a rule with other numbers would have said; a POST, so that no other page has the machine compute."""
+    return plain(api_of(request).what_if(msgspec.json.decode(request.state.body, type=WhatIfRequest)))
+
+
 def audit(request: Request) -> Response:
     """Return who did what, the newest first."""
     limit = number(request, "limit", 100, MAX_ITEMS) or 0
@@ -208,6 +230,14 @@ def api_of(request: Request) -> DaemonApi:
     """Return whom to ask."""
     api: DaemonApi = request.app.state.api
     return api
+
+
+def named_run(request: Request) -> str:
+    """Return the run that a query names. ValueError where it names none."""
+    run = request.query_params.get("run")
+    if run is None:
+        raise ValueError("run: expected the name of a run, got none")
+    return run
 
 
 def number(request: Request, name: str, otherwise: int | None, most: int = 2**62) -> int | None:

@@ -59,6 +59,12 @@ class ListedRule(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     source: str
 
+    @property
+    def watched(self) -> str:
+        """What it looks at, in words: `norm of wgrad/activation layers.*`."""
+        groups = f", merged to {' '.join(self.aggregates)}" if self.aggregates else ""
+        return f"{'/'.join(self.statistic)} of {'/'.join(self.kind)} {' '.join(self.names)}{groups}"
+
 
 def check_packs(
     paths: Iterable[str | Path], *, builtin: bool = True, names: Mapping[str, Collection[str]] | None = None

@@ -6,7 +6,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
-from sentinel.errors import ConfigError, StoreError
+from sentinel.errors import ConfigError, RuleError, StoreError
 from sentinel.report.message import Link
 from sentinel.report.silences import Silence, SilenceRequest
 
@@ -103,6 +104,27 @@ class FakeApi:
     def changes(self) -> dict[str, RunChanges]:
         return self.changed
 
+    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
+        for run in runs:
+            self._known(run)
+        return {"runs": list(runs), "statistic": statistic}
+
+    def rules(self, run: str) -> dict[str, Any]:
+        self._known(run)
+        return {"rules": [{"name": "<b>x</b>"}]}
+
+    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
+        self._known(request.run)
+        if request.rule == "busy":
+            raise Busy("another what-if is being judged")
+        if request.rule == "bad":
+            raise RuleError("what-if.yaml:4: k must be above 0")
+        return msgspec.to_builtins(request)
+
+    def marks(self, run: str) -> list[dict[str, Any]]:
+        self._known(run)
+        return [{"kind": "restart", "step": 3}]
+
     def _history(self, what: str, request: HistoryRequest) -> dict[str, Any]:
         self._known(request.run)
         return {"what": what, "wanted": msgspec.to_builtins(request.wanted), "of": request.of}
@@ -158,7 +180,8 @@ READS = [
     "/", "/incidents/i1", "/assets/app.js", "/api/v1/incidents/i1", "/api/v1/history?run=a",
     "/api/v1/history/series?run=a", "/api/v1/history/heatmap?run=a", "/api/v1/history/vectors?run=a",
     "/api/v1/pipeline?run=a", "/metrics", "/api/v1/runs", "/api/v1/anomalies", "/api/v1/incidents", "/api/v1/series",
-    "/api/v1/control", "/api/v1/silences",
+    "/api/v1/control", "/api/v1/silences", "/api/v1/rules?run=a", "/api/v1/marks?run=a",
+    "/api/v1/history/divergence?run=a&run=a",
 ]  # fmt: skip
 
 
@@ -552,3 +575,54 @@ def test_what_no_history_can_answer_is_refused_in_words(api: FakeApi, asked: str
 
     assert answer.status_code == 400 and words in answer.json()["error"]
     assert client_of(api).get("/api/v1/history?run=b").status_code == 404
+
+
+WHAT_IF = "/api/v1/rules/what-if"
+
+
+def test_a_what_if_is_asked_by_whoever_may_read_and_by_no_other_page(api: FakeApi) -> None:
+    asked = {"run": "a", "rule": "loss-spike", "numbers": {"k": 9.5}}
+    client = client_of(api)
+
+    assert client.post(WHAT_IF, json=asked).json() == asked
+    assert client.post(WHAT_IF, json=asked, headers={"Origin": "https://evil.example"}).status_code == 403
+    assert client.post(WHAT_IF, json=asked, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert client.get(WHAT_IF).status_code == 405
+    guarded = client_of(api, has_token_reads=True)
+    assert guarded.post(WHAT_IF, json=asked).status_code == 401
+    assert guarded.post(WHAT_IF, json=asked, headers=READ).json() == asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        ({"run": "b", "rule": "x", "numbers": {}}, 404, "expected a run served here"),
+        ({"run": "a", "rule": "busy", "numbers": {"k": 1}}, 503, "another what-if"),
+        ({"run": "a", "rule": "bad", "numbers": {"k": 1}}, 400, "what-if.yaml:4: k must be above 0"),
+        ({"run": "a", "rule": "x", "numbers": {"k": "1"}}, 400, "numbers"),
+        ({"run": "a", "rule": "x", "numbers": {"k": 1e301}}, 400, "below 1e300"),
+        ({"run": "a", "rule": "x", "numbers": {}, "path": "/etc"}, 400, "path"),
+        ({}, 400, "run"),
+    ],
+)
+def test_what_cannot_be_asked_is_answered_in_words(api: FakeApi, asked: dict[str, Any], status: int, words: str) -> None:
+    answer = client_of(api).post(WHAT_IF, json=asked)
+
+    assert answer.status_code == status and words in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/api/v1/rules", "/api/v1/marks"])
+def test_rules_and_marks_are_of_a_run_that_is_named_and_served(api: FakeApi, path: str) -> None:
+    client = client_of(api)
+
+    assert client.get(f"{path}?run=a").status_code == 200
+    assert client.get(path).status_code == 400 and "name of a run" in client.get(path).json()["error"]
+    assert client.get(f"{path}?run=b").status_code == 404
+
+
+def test_two_runs_are_compared_as_the_address_says(api: FakeApi) -> None:
+    client = client_of(api)
+
+    told = client.get("/api/v1/history/divergence?run=a&run=a&statistic=mean").json()
+    assert told == {"runs": ["a", "a"], "statistic": "mean"}
+    assert client.get("/api/v1/history/divergence?run=a&run=b").status_code == 404
