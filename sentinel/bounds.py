@@ -52,7 +52,8 @@ Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """A duration; below 0: not known. NaN is out of bounds."""
 Word = Annotated[str, Meta(max_length=256)]
 """A word that is one of a few, or names a command."""
-Name = Annotated[str, Meta(max_length=4096)]
+MAX_NAME = 4096
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 """The name of a module, a tensor, a scalar."""
 Text = Annotated[str, Meta(max_length=2**20)]
 """Something for people."""

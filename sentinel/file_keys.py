@@ -27,7 +27,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "spool.file_bytes", "spool.queue_bytes",
     ),
     DAEMON: (
-        "judging", "notify", "control", "heartbeat", "retention", "history", "labels", "judging.late_after_steps",
+        "judging", "notify", "control", "heartbeat", "retention", "history", "mirrors", "labels", "judging.late_after_steps",
         "judging.late_after_s", "judging.max_anomalies_per_step", "judging.snapshot_interval_s", "notify.sinks",
         "notify.external_url", "notify.runbook_url", "notify.dashboard_url", "notify.proxy", "notify.ca_file",
         "notify.retry_s", "notify.max_retry_s", "notify.give_up_after_s", "notify.max_pending", "notify.hold_s",

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,7 +25,8 @@ from sentinel.known_words import near, nearest
 
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-NONE_OUTSIDE: Mapping[str, type[msgspec.Struct]] = types.MappingProxyType({})
+OutsideBySection: TypeAlias = Mapping[str, Mapping[str, type[msgspec.Struct]]]
+NONE_OUTSIDE: OutsideBySection = types.MappingProxyType({})
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -55,13 +56,14 @@ def read_struct(
     *,
     name: str,
     kind: str,
-    outside: Mapping[str, type[msgspec.Struct]] = NONE_OUTSIDE,
+    outside: OutsideBySection = NONE_OUTSIDE,
 ) -> _StructT:
     """Return the struct that a document describes; its defaults where the document is empty.
 
     name: of the file, for messages; empty where the values came from code. kind: of the file (`sentinel.file_keys`).
-    outside: structs of other packages, by the word that names them where the document chooses one of several; it may raise
-    ConfigError for one that cannot be had. ConfigError names everything that is wrong, one `FILE:LINE: what` a line.
+    outside: dotted path of a list whose items choose one of several structs -> those of other packages, by the word that
+    names them; it may raise ConfigError for one that cannot be had. ConfigError names everything that is wrong, one
+    `FILE:LINE: what` a line.
     """
     if document is None or document.value is None:
         return struct()
@@ -119,7 +121,7 @@ def _types(struct: type[msgspec.Struct]) -> dict[str, Any]:
 class _Reading:
     """Reads one document, and goes on after a problem to find the others."""
 
-    def __init__(self, document: Located, name: str, kind: str, outside: Mapping[str, type[msgspec.Struct]]) -> None:
+    def __init__(self, document: Located, name: str, kind: str, outside: OutsideBySection) -> None:
         self.problems: list[Problem] = []
         self.cause: Exception | None = None
         self._document, self._name, self._kind, self._outside = document, name, kind, outside
@@ -220,7 +222,8 @@ class _Reading:
     def _tagged(self, item: Located, structs: Sequence[Any], path: str) -> Any:
         """Return the struct, of several, that a key such as `type` names."""
         by_tag = {one.__struct_config__.tag: one for one in structs}
-        field, tags = structs[0].__struct_config__.tag_field, (*by_tag, *self._outside)
+        outside = self._outside.get(re.sub(r"\[\d+\]$", "", path), {})
+        field, tags = structs[0].__struct_config__.tag_field, (*by_tag, *outside)
         if isinstance(item.value, tuple(structs)):
             return item.value
         if not isinstance(item.value, dict):
@@ -233,7 +236,7 @@ class _Reading:
             hint = near(named.value, tags) if isinstance(named.value, str) else ""
             self._refuse(named, f"{path}.{field}", f"one of {', '.join(tags)}", hint)
         try:
-            return self.struct(item, by_tag.get(named.value) or self._outside[named.value], path, field)
+            return self.struct(item, by_tag.get(named.value) or outside[named.value], path, field)
         except ConfigError as error:
             self.complain(named, f"{path}.{field}: {error}")
             raise _Wrong from error

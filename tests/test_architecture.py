@@ -20,11 +20,11 @@ NOUNS = {
     "bounds", "command_line", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end",
     "run_name", "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
-    "exception_words", "printable", "import_trial", "outside_calls", "rank_identity",
+    "exception_words", "printable", "import_trial", "outside_calls", "rank_identity", "outside_structs", "crc32c",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
-    "exports", "control", "store", "history", "daemon", "postmortem", "web", "cli",
+    "exports", "control", "store", "history", "mirrors", "daemon", "postmortem", "web", "cli",
 }  # fmt: skip
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": {"wire"},
     "store": set(),
     "history": {"exports", "store"},  # merged steps, vectors; what was found, and where the files of a run lie
+    "mirrors": {"exports", "store", "report"},  # merged steps, event files; the journal; one way to post and to read secrets
     "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},
     "web": set(),
     "daemon": STAGES - {"collect", "cli", "daemon", "postmortem"},

@@ -422,6 +422,17 @@ def daemon() -> dict[str, Any]:
             target("sum by (outcome) (increase(sentinel_heartbeats_total{%I}[$__rate_interval]))", "{{outcome}}"),
         ),
         graph(
+            "Mirrors",
+            "Judged steps that TensorBoard and others have, wait for, and lack; nothing where none is configured.",
+            "short",
+            target(
+                "sum by (mirror, outcome) (increase(sentinel_mirror_steps_total{%I}[$__rate_interval]))",
+                "{{mirror}} {{outcome}}",
+            ),
+            target("sum by (mirror) (sentinel_mirror_steps_waiting{%I})", "{{mirror}} waiting"),
+            target("sum by (mirror) (increase(sentinel_mirror_failures_total{%I}[$__rate_interval]))", "{{mirror}} failed"),
+        ),
+        graph(
             "Certificate ends",
             "Of HTTP with TLS; nothing without.",
             "s",

@@ -16,6 +16,7 @@ import msgspec
 
 from sentinel.cli.backtest_tables import show_alarms, show_difference, spelt
 from sentinel.cli.code import allow_code_option
+from sentinel.cli.log_columns import column_options, header_names, named_columns
 from sentinel.cli.main import BAD_USAGE, CLEAN, FOUND, to_stderr
 from sentinel.cli.outputs import no_stdout
 
@@ -41,8 +42,7 @@ SEVERITIES = ("info", "warning", "critical")
     "--min-severity", type=click.Choice(SEVERITIES), default="warning", show_default=True,
     help="Least severity of the alarms that are shown, counted and compared; info is recorded, and nobody is notified.",
 )  # fmt: skip
-@click.option("--column", "columns", multiple=True, metavar="CHANNEL=NAME", help="What logs call loss, grad_norm, lr.")
-@click.option("--header", metavar="NAMES", help="Names of the columns of a table that has no header: step,loss,grad_norm.")
+@column_options
 @click.option(
     "-o", "--output", metavar="DIR", callback=no_stdout, help="Write anomalies/ and incidents.jsonl of each to DIR/NAME."
 )
@@ -71,9 +71,9 @@ def backtest(
 ) -> int:
     """Say what the rules would have said of LOGs and RUNs, row by row, with nothing known of the rows that follow.
 
-    A LOG is CSV, JSON lines, Hugging Face's trainer_state.json, TensorBoard events (a file or a directory), or what a
-    trainer printed; gzipped or not; - is stdin. A RUN is a recorded run's directory or name. Of a directory all logs, or all
-    runs, in it are taken.
+    A LOG is CSV, JSON lines, Hugging Face's trainer_state.json, TensorBoard events (a file or a directory), an offline run
+    of W&B (run-*.wandb or its directory), Neptune's Parquet, or what a trainer printed; gzipped or not; - is stdin. A RUN is
+    a recorded run's directory or name. Of a directory all logs, or all runs, in it are taken.
 
     Exit codes: 0 no alarm, 1 alarms (with --against: the two packs differ), 2 something could not be read, or a detector
     of your own failed.
@@ -96,8 +96,8 @@ def backtest(
             Settings(
                 pack=pack,
                 judging=load_config(Path(config) if config else None).judging,
-                columns=_columns(columns),
-                header=tuple(name.strip() for name in header.split(",")) if header else (),
+                columns=named_columns(columns),
+                header=header_names(header),
                 recompute=recompute,
                 reference=references,
                 output=output or "" if at == 0 else "",
@@ -227,16 +227,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
     last = [path.absolute().name for path in paths]
     times = Counter(last)
     return [spelt(name if times[name] == 1 else str(path)) for name, path in zip(last, paths, strict=True)]
-
-
-def _columns(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for one in given:
-        channel, equals, name = one.partition("=")
-        if not (equals and channel and name):
-            raise click.UsageError(f'--column: expected CHANNEL=NAME, such as loss=train/objective, got "{one}"')
-        found[channel] = name
-    return found
 
 
 def _named(against: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("sentinel.cli.export:export", "Write what a run recorded as a table, or as other tools read it."),
     "sql": ("sentinel.cli.sql:sql", "Ask questions in SQL over the history of runs."),
     "open": ("sentinel.cli.open:open_", "Read a run directory that somebody else made, without trusting it."),
-    "import": ("sentinel.cli.import_verbs:import_", "Read what another monitor recorded, or its configuration."),
+    "import": ("sentinel.cli.import_verbs:import_", "Read what another tool logged or recorded, or its configuration."),
     "rules": ("sentinel.cli.rules:rules", "Check, test, back-test and list rules."),
     "check-config": ("sentinel.cli.check_config:check_config", "Check configuration files."),
     "ack": ("sentinel.cli.act:ack", "Acknowledge an incident: somebody works on it."),

@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 
 from sentinel.control.config import ControlConfig
+from sentinel.document import Located
 from sentinel.errors import ConfigError
 from sentinel.file_keys import DAEMON
 from sentinel.history.config import HistoryConfig
 from sentinel.judge.config import JudgingConfig
+from sentinel.mirrors.mirror_table import MirrorConfig, check_names, outside_mirrors
 from sentinel.rank_identity import label_problem
 from sentinel.report.heartbeat import HeartbeatConfig
 from sentinel.report.sinks.sink_table import NotifyConfig, outside_sinks
@@ -28,10 +30,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     retention: RetentionConfig = RetentionConfig()
     history: HistoryConfig = HistoryConfig()
+    mirrors: tuple[MirrorConfig, ...] = ()
+    """Where else what is measured and found is shown, while it is judged: TensorBoard and others."""
     labels: dict[str, str] = {}
     """Labels of every run that the daemon serves: `cluster: a`. Those of a run itself take precedence."""
 
     def __post_init__(self) -> None:
+        check_names(self.mirrors)
         for name, value in self.labels.items():
             if why := label_problem(name, value):
                 raise ConfigError(f"labels: {why}")
@@ -41,7 +46,13 @@ def load_config(path: Path | None) -> DaemonConfig:
     """Return the configuration of a YAML file; the defaults for None. ConfigError says FILE:LINE, dotted path and what."""
     if path is None:
         return DaemonConfig()
-    return read_struct(named_document(path), DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())
+    return checked_document(named_document(path), path)
+
+
+def checked_document(document: Located | None, path: Path) -> DaemonConfig:
+    """Return the configuration of a document that was read from `path`; ConfigError as of `load_config`."""
+    outside = {"notify.sinks": outside_sinks(), "mirrors": outside_mirrors()}
+    return read_struct(document, DaemonConfig, name=str(path), kind=DAEMON, outside=outside)
 
 
 def read_config(path: Path | None, late_after_steps: int | None = None, late_after_s: float | None = None) -> DaemonConfig:

@@ -10,19 +10,18 @@ from pathlib import Path
 import msgspec
 
 from sentinel.control.config import unknown_rules
-from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.config import checked_document
 from sentinel.detect import known_detectors
 from sentinel.detect.dotted import is_dotted
 from sentinel.document import Located, Problem
 from sentinel.errors import ConfigError
-from sentinel.file_keys import DAEMON
 from sentinel.known_words import nearest
 from sentinel.report.message import message_of
 from sentinel.report.sample_alert import sample_alert
 from sentinel.report.sinks.secret import read_secret
-from sentinel.report.sinks.sink_table import NotifyConfig, SinkConfig, build_sink, outside_sinks
+from sentinel.report.sinks.sink_table import NotifyConfig, SinkConfig, build_sink
 from sentinel.report.templates import NO_TEMPLATES, CompiledTemplates, TemplateFailure
-from sentinel.typed_document import locate, named_document, read_struct
+from sentinel.typed_document import locate, named_document
 
 
 class ConfigFindings(msgspec.Struct, frozen=True):
@@ -42,7 +41,7 @@ def check_daemon_config(path: Path, environ: Mapping[str, str], rules: Collectio
     ConfigError, one `FILE:LINE: what` a line, where the file cannot be read as a configuration at all.
     """
     document = named_document(path)
-    config = read_struct(document, DaemonConfig, name=str(path), kind=DAEMON, outside=outside_sinks())
+    config = checked_document(document, path)
     notify = config.notify
     wrong = [message for sink in notify.sinks for message in _unresolved(sink, notify, environ)]
     if notify.ca_file and not Path(notify.ca_file).is_file():
@@ -51,6 +50,7 @@ def check_daemon_config(path: Path, environ: Mapping[str, str], rules: Collectio
         config.heartbeat.address(environ)
     except ConfigError as error:
         wrong.append(str(error))
+    wrong += [f"mirrors.{one.name}: {why}" for one in config.mirrors if (why := one.problem(environ))]
     escalated = {name for step in notify.escalate for name in step.sinks}
     odd = [message for sink in notify.sinks for message in _warnings(sink, escalated)]
     for message in unknown_rules(config.control.policies, rules):

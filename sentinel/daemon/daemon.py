@@ -119,7 +119,7 @@ class Daemon:
         self._meters = DaemonMeters()
         self._runs = ServedRuns(
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
-            serve=lambda paths: ServedRun(paths, self._config.config, self._packs, self._meters),
+            serve=lambda paths: ServedRun(paths, self._config.config, self._packs, self._meters, environ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
         self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._ask_reload, self._meters)
@@ -371,6 +371,8 @@ class Daemon:
         self._notifying.close()
         self._outside_packages.close()
         self._disks.close()
+        for run in self._runs:
+            run.mirrors.hurry()
         self._runs.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from sentinel.detect import DETECTORS
 from sentinel.detect import ENTRY_POINTS as DETECTOR_POINTS
 from sentinel.entry_points import OutsidePart, outside_parts
-from sentinel.report.sinks.outside import ENTRY_POINTS as SINK_POINTS
+from sentinel.mirrors.mirror_table import ENTRY_POINTS as MIRROR_POINTS
+from sentinel.mirrors.mirror_table import MIRRORS
+from sentinel.report.sinks.sink_table import ENTRY_POINTS as SINK_POINTS
 from sentinel.report.sinks.sink_table import SINKS
 
 log = logging.getLogger("sentinel.daemon")
@@ -20,7 +22,7 @@ larger: one that hangs holds up the end."""
 
 
 class OutsidePackages:
-    """Logs which detectors and sinks of other packages nobody could use, from a thread of its own.
+    """Logs which detectors, sinks and mirrors of other packages nobody could use, from a thread of its own.
 
     Each is imported by another process (`OutsidePart.problem`). Where no package offers any there is no thread.
     """
@@ -55,6 +57,6 @@ class OutsidePackages:
 
 def _offers() -> Iterator[tuple[OutsidePart, bool]]:
     """Yield (what is offered to daemons, whether its name is one of Sentinel's own)."""
-    for group, own in ((DETECTOR_POINTS, DETECTORS), (SINK_POINTS, SINKS)):
+    for group, own in ((DETECTOR_POINTS, DETECTORS), (SINK_POINTS, SINKS), (MIRROR_POINTS, MIRRORS)):
         for part in outside_parts(group):
             yield part, part.name in own

@@ -13,6 +13,7 @@ from sentinel.daemon.gauges import RunGauges, progress_of
 from sentinel.daemon.judged_by_rule import JudgedByRule
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
+from sentinel.daemon.run_mirrors import RunMirrors
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.snapshots import Acknowledgement
 from sentinel.daemon.spool_watch import SpoolWatch
@@ -50,13 +51,14 @@ class RunStatus:
         spool_watch: SpoolWatch,
         journal_writes: WriteClock,
         history: RunHistory,
+        mirrors: RunMirrors,
     ) -> None:
         self.writes = (journal_writes, files.writes)
         """How long writes take: of the journal, and of the files."""
         self._paths, self._gauges, self._notices, self._commits = paths, gauges, notices, commits
         self._commanding, self._files = commanding, files
         self._acknowledgement, self._spool_watch = acknowledgement, spool_watch
-        self._history = history
+        self._history, self._mirrors = history, mirrors
         self._published = gauges.metrics
         self._judged = JudgedByRule()
 
@@ -101,7 +103,7 @@ class RunStatus:
             self._acknowledgement.problem, self._spool_watch.problem, *self._files.problems, self._commanding.problem,
             self._commanding.config_problem, self._history.problem,
         )  # fmt: skip
-        return [*self._notices.problems, *filter(None, (*others, self.slow_disk))]
+        return [*self._notices.problems, *filter(None, (*others, self.slow_disk)), *self._mirrors.problems]
 
     @property
     def slow_disk(self) -> str:
@@ -136,6 +138,7 @@ class RunStatus:
             "is_complete": not metrics.num_rows_dropped and not metrics.num_steps_dropped,
             "replicas": self._gauges.replica_words,
             "history_bytes": self._history.num_bytes,
+            "mirrors": {name: msgspec.structs.asdict(one) for name, one in self._mirrors.counts.items()},
             **self._commanding.describe(),
             "problems": self.problems(),
             "notes": self._notices.notes,

@@ -30,7 +30,7 @@ from sentinel.judge.packs import RulePacks
 from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import NO_LINKS
-from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
+from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot, MirrorCounts
 from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.report.silences import Silence, SilenceBook, SilenceRequest, Silences
 from sentinel.version import VERSION
@@ -364,6 +364,7 @@ class ServedApi:
             reload_times={"rules": packs.loaded_at or self._started, "config": config.loaded_at},
             reload_failures=frozenset(what for what, one in (("rules", packs), ("config", config)) if one.problem),
             config_hashes={"rules": packs.pack_hash, "config": config.config_hash},
+            mirrors=_of_all_runs(self._runs.values()),
             stages=stages,
             judge_lag=self._meters.judge_lag.read(),
             disks=self._meters.disks,
@@ -371,6 +372,14 @@ class ServedApi:
             heartbeat_time=None if beat is None else beat.last_taken,
             certificate_expiry_time=self.certificate_expires,
         )
+
+
+def _of_all_runs(runs: Iterable[ServedRun]) -> dict[str, MirrorCounts]:
+    found: dict[str, MirrorCounts] = {}
+    for run in runs:
+        for name, counts in run.mirrors.counts.items():
+            found[name] = counts.plus(found.get(name, MirrorCounts()))
+    return found
 
 
 def _shown_members(revisions: Sequence[Incident]) -> list[str]:

@@ -15,8 +15,9 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -33,6 +34,7 @@ from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
 from sentinel.daemon.run_marks import Mark, RunMarks
+from sentinel.daemon.run_mirrors import RunMirrors
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.run_status import RunStatus
@@ -67,11 +69,21 @@ FORGET_S = 600.0
 too large: ended runs hold up to 16 MiB each."""
 
 
+NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
+
+
 class ServedRun:
     """Owned by the loop; what other threads read is replaced, never changed. SentinelError when it cannot be served."""
 
-    def __init__(self, paths: RunPaths, config: DaemonConfig, packs: RulePacks, meters: DaemonMeters | None = None) -> None:
-        """meters: of the daemon that serves it; None: its work is not measured."""
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: DaemonConfig,
+        packs: RulePacks,
+        meters: DaemonMeters | None = None,
+        environ: Mapping[str, str] = NO_ENVIRONMENT,
+    ) -> None:
+        """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors."""
         self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
@@ -102,6 +114,7 @@ class ServedRun:
                 )
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
                 self._history = RunHistory(paths.run_dir, paths.journal, config.history)
+                self.mirrors = RunMirrors(paths, self.journal, config.mirrors, config.labels, environ)
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)
                 self._spool_pruning = SpoolPruning(self.name, paths.run_dir / "spool", config.retention)
@@ -112,11 +125,13 @@ class ServedRun:
                 )  # fmt: skip
                 self.status = RunStatus(
                     paths, self._gauges, self._notices, self._commits, self.commanding, self._files, acknowledgement,
-                    self._spool_watch, self.journal.writes, self._history,
+                    self._spool_watch, self.journal.writes, self._history, self.mirrors,
                 )  # fmt: skip
                 self._stages = self._restored(config)
                 self._history.begin(self._snapshots.seq)
                 opened.callback(self._history.close)
+                self.mirrors.begin(self._snapshots.seq)
+                opened.callback(self.mirrors.close)
                 opened.callback(self._stages.watch.close)
                 self._use_newest_pack()
                 self._replay()
@@ -144,6 +159,7 @@ class ServedRun:
             self._retention.turn(self._snapshots.seq, self._stages.judge.open_incidents, now)
             known = self._stages.follower.incarnations.values()
             self._spool_pruning.turn((one.folder for one in known if one.has_left), now)
+            self.mirrors.look(lambda: [one.has_left for one in known])
             if now - self.last_received > FORGET_S:
                 self.recent.clear()
             self._command(now, is_due=has_moved)
@@ -166,6 +182,7 @@ class ServedRun:
             if is_over and is_done:
                 self._judge(stages.assembler.finish(time.monotonic()))
                 self._judge(stages.watch.finish(time.time()))
+                self.mirrors.end()
             self._commits.keep(stages)
             self._files.mend()
             self._files.sync()
@@ -196,6 +213,7 @@ class ServedRun:
         self._retention.use(config.retention)
         self._spool_pruning.use(config.retention)
         self._history.use(config.history)
+        self.mirrors.use(config.mirrors)
         with _trouble_in_words(self.paths.journal):
             self._commits.tell_newcomers(time.time())
             self.journal.audit.add(time.time(), "daemon", "reload", {"outcome": "ok", "config_hash": hash_of(config)})
@@ -351,10 +369,13 @@ class ServedRun:
             if isinstance(one, Tick):
                 self._gauges.take_anomalies(judgement.anomalies if is_new else ())
                 self._history.pass_by(one)
+                self.mirrors.pass_by(one)
             else:
                 newest = one
                 self._gauges.take_step(one, judgement.anomalies, is_new=is_new)
-                self._history.take(self.recent.add(one))
+                step = self.recent.add(one)
+                self._history.take(step)
+                self.mirrors.take(step, one.step_time_s)
                 self._notices.take_step(one)
                 self._marks.take_step(one)
                 if is_new and one.parts:

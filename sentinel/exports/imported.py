@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,7 +34,9 @@ class ImportedRank(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int
     """Wall clock of the attempt's begin."""
     origin: str
-    """Name of the folder that they come from."""
+    """Name of the folder, or the log, that they come from."""
+    tool: str = "msprobe"
+    """What recorded them."""
     is_placed: bool = False
     """Whether `place` is known; false: nothing of this rank may be merged with another's."""
 
@@ -80,9 +82,7 @@ class IncarnationWriter:
         """Append a step. StoreError when the disk does not take it."""
         self._clock.step = step.step
         self._meet(step.lines)
-        if not self._is_described:
-            self._append(FrameType.DESCRIPTOR, encode_message(self._descriptor()))
-            self._is_described = True
+        self._describe()
         rows = self._rows(step.lines)
         if self._spool.append_rows(rows, step=step.step) != len(rows):
             raise self._failed()
@@ -97,10 +97,23 @@ class IncarnationWriter:
         self._append(FrameType.END_STEP, encode_message(end), step.step)
         self.num_rows += len(rows)
 
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append a step of which only logged values are known. StoreError when the disk does not take it."""
+        self._clock.step = step
+        self._describe()
+        self._append(
+            FrameType.END_STEP, encode_message(EndStep(step=step, num_rows=0, num_calls=0, scalars=dict(scalars))), step
+        )
+
     def close(self, last_step: int) -> None:
         """Write the end of the incarnation, and close the spool. last_step: the newest step that was written."""
         self._append(FrameType.BYE, encode_message(Bye(reason="exit", step=last_step)))
         self._spool.close()
+
+    def _describe(self) -> None:
+        if not self._is_described:
+            self._append(FrameType.DESCRIPTOR, encode_message(self._descriptor()))
+            self._is_described = True
 
     def _append(self, frame_type: FrameType, payload: bytes, step: int = -1) -> None:
         if not self._spool.append(frame_type, payload, step=step):
@@ -152,7 +165,7 @@ class IncarnationWriter:
             tensors=tuple(self._tensors.values()),
             row_fields=row_fields(ROW_DTYPE),
             row_bytes=ROW_DTYPE.itemsize,
-            environment={"imported_from": "msprobe", "folder": self.who.origin},
+            environment={"imported_from": self.who.tool, "folder": self.who.origin},
         )
 
     def _rows(self, lines: Sequence[Observation]) -> np.ndarray:

@@ -213,6 +213,13 @@ class Picked:
             for one in taken
         ]
 
+    def keep(self, num: int) -> int:
+        """Keep the first so many tensors alone, in the order of the layout; return how many are left out. Not of groups."""
+        assert self.groups is None
+        num_left_out = max(len(self.series) - num, 0)
+        self.series, self._index = self.series[:num], self._index[:num]
+        return num_left_out
+
     def points(self, step: MergedStep) -> ExportedPoints:
         """Return the step's values, of the tensors or groups that it has."""
         stats = step.all_stats()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sentinel.crc32c import masked_crc32c
 from sentinel.errors import ConfigError
 
 FILE_NAME = "events.out.tfevents.0000000000.sentinel"
 """TensorBoard reads what has `tfevents` in its name, files of one folder in the order of their names."""
+LIVE_FILES = "events.out.tfevents.*.sentinel-live"
+"""The files of a mirror, which grow while a run is judged."""
 VALUES_PER_EVENT = 512
 """Most values in one event; a bound on memory, since readers hold one event whole."""
 
@@ -25,11 +27,9 @@ def load() -> Any:
 
 def record(data: bytes) -> bytes:
     """Return a record of an event file, with its length and checksums, as tensorboard's own writer does."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(data)
-    return buffer.getvalue()
+    length = len(data).to_bytes(8, "little")
+    checksums = (masked_crc32c(one).to_bytes(4, "little") for one in (length, data))
+    return b"".join((length, next(checksums), data, next(checksums)))
 
 
 def head() -> bytes:
@@ -49,6 +49,32 @@ def events(step: int, time: float, values: Iterable[tuple[str, float]]) -> bytes
             add(tag=tag, simple_value=value)
         found.append(record(event.SerializeToString()))
     return b"".join(found)
+
+
+def text(step: int, time: float, tag: str, markdown: str) -> bytes:
+    """Return the bytes of a text, which TensorBoard shows as Markdown."""
+    event_pb2 = load()
+    from tensorboard.compat.proto import tensor_pb2, types_pb2
+
+    event = event_pb2.Event(wall_time=time, step=step)
+    value = event.summary.value.add(tag=tag)
+    value.metadata.plugin_data.plugin_name = "text"
+    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[markdown.encode("utf-8", "replace")])
+    tensor.tensor_shape.dim.add(size=1)
+    value.tensor.CopyFrom(tensor)
+    return record(event.SerializeToString())
+
+
+def session_start(step: int, time: float) -> bytes:
+    """Return the bytes that say that a run begins anew at a step: TensorBoard drops what it has of it and of later ones."""
+    event_pb2 = load()
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    return record(event_pb2.Event(wall_time=time, step=step, session_log=start).SerializeToString())
+
+
+def live_file_name(number: int) -> str:
+    """Return the name of a mirror's file, which sorts behind those of lower numbers."""
+    return LIVE_FILES.replace("*", f"{number:010d}")
 
 
 def histograms(step: int, time: float, found: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> bytes:

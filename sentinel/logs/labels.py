@@ -113,9 +113,16 @@ class LabelledPoints:
         newest: dict[str, int] = {}
         last = -(1 << 63)
         row_of: dict[int, int] = {}
+        newest_value: dict[str, float] = {}
+        num_same = num_again = 0
         early: dict[int, list[tuple[str, float]]] = {}
         for at, step, value in zip(self._of, self._steps, self._values, strict=True):
             tag = in_order[at]
+            if step == newest.get(tag):
+                if value == newest_value[tag] or (value != value and newest_value[tag] != newest_value[tag]):
+                    num_same += 1
+                    continue
+                num_again += 1
             is_again = tag in main and step <= newest.get(tag, -(1 << 63))
             if is_again:
                 # The tag itself has had this step: the run went back to it.
@@ -127,11 +134,15 @@ class LabelledPoints:
                 for other, earlier in early.pop(step, ()):
                     rows.put(other, earlier)
             if tag in main:
-                newest[tag] = step
+                newest[tag], newest_value[tag] = step, value
             if step in row_of:
                 rows.put_at(row_of[step], tag, value)
             else:
                 early.setdefault(step, []).append((tag, value))
+        if num_same:
+            rows.notes.append(f"{num_same} values are there twice, step and number: one of each counts")
+        if num_again:
+            rows.notes.append(f"{num_again} values are of a step that their series has already: each is a row of its own")
         num_left = sum(map(len, early.values()))
         if num_left:
             rows.notes.append(f"{num_left} values are of steps at which {', '.join(sorted(main)[:3])} is not told: left out")

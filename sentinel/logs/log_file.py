@@ -1,7 +1,8 @@
 """Plain logs that people have already: which kind a file is, and its rows as columns of numbers.
 
-CSV (any delimiter), JSON lines, JSON, Hugging Face's trainer_state.json, TensorBoard's event files, what trainers print;
-each of them packed by gzip, bzip2 or xz too. Files are read as streams: memory is what their numbers take.
+CSV (any delimiter), JSON lines, JSON, Hugging Face's trainer_state.json, TensorBoard's event files, offline runs of Weights
+& Biases, Neptune's export as Parquet, what trainers print; text and events packed by gzip, bzip2 or xz too. Files are
+read as streams: memory is what their numbers take.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import BinaryIO, cast
 
 from sentinel.errors import LogError
 from sentinel.logs.lines import read_lines
+from sentinel.logs.neptune_export import MAGIC as PARQUET
+from sentinel.logs.neptune_export import first_parts, read_neptune
 from sentinel.logs.rows import Log, Rows
 from sentinel.logs.tables import (
     SNIFF_LINES,
@@ -34,6 +37,8 @@ from sentinel.logs.tables import (
     wrapping_of,
 )
 from sentinel.logs.tensorboard_events import is_event_file, read_events
+from sentinel.logs.wandb_file import MAGIC as WANDB
+from sentinel.logs.wandb_file import read_wandb
 
 __all__ = ["Log", "find_logs", "is_log_directory", "read_log"]
 
@@ -42,10 +47,13 @@ MAX_LINE_BYTES = 1 << 24
 """Bytes of a line; a bound on memory, 16 MiB: a longer line is no line of a log."""
 MAX_JSON_BYTES = 1 << 30
 """Bytes of a JSON document, which is held whole; a bound on memory, 1 GiB: larger ones have to be made JSON lines."""
-_KNOWN = "CSV, JSON lines, JSON, trainer_state.json, TensorBoard events, or lines such as 'step 10 loss 2.3'"
+_KNOWN = (
+    "CSV, JSON lines, JSON, trainer_state.json, TensorBoard events, run-*.wandb, Neptune's Parquet, "
+    "or lines such as 'step 10 loss 2.3'"
+)
 _BINARY = {
-    b"PAR1": "Parquet; write it as CSV first", b"SQLite format 3": "SQLite", b"PK\x03\x04": "a zip archive",
-    b"\x89HDF": "HDF5", b":W&B": "W&B's own file; export its history as CSV", b"\x80\x02": "a pickle",
+    b"SQLite format 3": "SQLite", b"PK\x03\x04": "a zip archive",
+    b"\x89HDF": "HDF5", b"\x80\x02": "a pickle",
     b"\x80\x04": "a pickle", b"(\xb5/\xfd": "zstd; unpack it: zstdcat FILE | sentinel rules backtest -",
 }  # fmt: skip
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
@@ -60,7 +68,8 @@ _LOG_NAMES = ("trainer_state.json", "metrics.csv", "trainer_log.jsonl", "progres
 def read_log(path: str | Path, *, columns: Mapping[str, str] | None = None, header: Sequence[str] | None = None) -> Log:
     """Return a plain log; its format is found from its content, never from its name alone.
 
-    path: a file, or a directory of one run's TensorBoard events, or one that holds a single log of a well-known name.
+    path: a file, or a directory of one run's TensorBoard events, of one offline run of W&B, or that holds a single log of a
+    well-known name.
     columns: channel (`loss`, `grad_norm`, `lr`, any other) -> what the file calls it, where its name does not say so.
     header: names of the columns of a table that has none.
     LogError names the file, the line where there is one, what was expected and what came.
@@ -84,8 +93,8 @@ def read_log(path: str | Path, *, columns: Mapping[str, str] | None = None, head
 
 
 def is_log_directory(path: Path) -> bool:
-    """Whether a directory is one run's log: event files in it, or a log of a well-known name."""
-    return bool(_event_files(path)) or any((path / name).is_file() for name in _LOG_NAMES)
+    """Whether a directory is one run's log: event files in it, a run of W&B, or a log of a well-known name."""
+    return bool(_event_files(path) or _wandb_files(path)) or any((path / name).is_file() for name in _LOG_NAMES)
 
 
 def find_logs(path: Path) -> list[Path]:
@@ -93,7 +102,12 @@ def find_logs(path: Path) -> list[Path]:
     if not path.is_dir() or is_log_directory(path):
         return [path]
     files = [one for one in path.iterdir() if one.is_file() and not one.name.startswith(".") and _ends_like_log(one.name)]
-    runs = [one for one in path.iterdir() if one.is_dir() and is_log_directory(one)]
+    folders = [one for one in path.iterdir() if one.is_dir()]
+    of_wandb = [one for one in folders if _wandb_files(one)]
+    # W&B's `latest-run` is a link to one that is there, and its own logs lie beside its runs.
+    runs = [one for one in folders if is_log_directory(one) and not (one.is_symlink() and one in of_wandb)]
+    files = [one for one in files if not (of_wandb and one.name.startswith("debug"))]
+    files += [part for folder in (path, *folders) for part in first_parts(folder)]
     saved = [(int(found[1]), one) for one in runs if (found := _CHECKPOINT.fullmatch(one.name))]
     if saved:
         # Each checkpoint's trainer_state holds the whole log so far: the newest is all of them.
@@ -109,19 +123,25 @@ def _event_files(path: Path) -> list[Path]:
     return sorted(one for one in path.glob("*tfevents*") if one.is_file() and not one.name.endswith(".profile-empty"))
 
 
+def _wandb_files(path: Path) -> list[Path]:
+    return sorted(one for one in path.glob("run-*.wandb") if one.is_file())
+
+
 def _read_directory(path: Path, columns: Mapping[str, str] | None, header: Sequence[str] | None) -> Rows | Log:
     files = _event_files(path)
     if files:
         rows = Rows(path, "tensorboard")
         read_events(rows, files, _open)
         return rows
+    if len(of_wandb := _wandb_files(path)) == 1:
+        return _read_file(of_wandb[0], header)
     named = [path / name for name in _LOG_NAMES if (path / name).is_file()]
     if not named:
         inside = find_logs(path)
         if len(inside) == 1:
             return read_log(inside[0], columns=columns, header=header)
         found = f"found {', '.join(one.name for one in inside[:6])}; name one of them" if inside else "found none"
-        raise LogError(f"{path}: expected a log, or a directory with event files of TensorBoard, {found}")
+        raise LogError(f"{path}: expected a log, or a directory with event files of TensorBoard or run-*.wandb, {found}")
     return read_log(named[0], columns=columns, header=header)
 
 
@@ -136,6 +156,15 @@ def _read_file(path: Path, header: Sequence[str] | None) -> Rows:
         return rows
     if "tfevents" in path.name and b"\x00" in head:
         raise LogError(f"{path}: expected event records of TensorBoard, got other bytes at its beginning; damaged")
+    if head.startswith(PARQUET):
+        rows = Rows(path, "neptune")
+        read_neptune(rows, path)
+        return rows
+    if head.startswith(WANDB):
+        rows = Rows(path, "wandb")
+        with path.open("rb") as stream:
+            read_wandb(rows, stream)
+        return rows
     encoding = _encoding(path, head)
     text = head.decode(encoding, "replace").lstrip("\ufeff").replace("\x00", "")
     lines = text.splitlines(keepends=True)

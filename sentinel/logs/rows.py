@@ -38,7 +38,7 @@ class Log(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     form: str
-    """`csv`, `jsonl`, `json`, `trainer_state`, `tensorboard` or `text`."""
+    """`csv`, `jsonl`, `json`, `trainer_state`, `tensorboard`, `wandb`, `neptune` or `text`."""
     steps: npt.NDArray[np.int64]
     """[rows] as the trainer counted; the row's own number where the log has no step."""
     attempts: npt.NDArray[np.int64]

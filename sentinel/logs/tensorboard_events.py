@@ -7,39 +7,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from sentinel.crc32c import masked_crc32c
 from sentinel.errors import LogError
 from sentinel.logs.labels import LabelledPoints
+from sentinel.logs.protobuf_fields import fields, signed, varint
 from sentinel.logs.rows import Rows
 
 MAX_RECORD_BYTES = 1 << 30
 """Bytes of a record; a bound on memory, 1 GiB: images and graphs are large, a longer length is a damaged one."""
+CHECKED_BYTES = 1 << 16
+"""Bytes up to which the data of a record are compared with their checksum, which takes time: scalars are shorter, what is
+longer are images and graphs."""
 _HEAD = struct.Struct("<QI")
 _DT_FLOAT, _DT_DOUBLE, _DT_INT32, _DT_INT64, _DT_HALF = 1, 2, 3, 9, 19
-
-
-def _make_table() -> tuple[int, ...]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)
-
-
-_CRC32C = _make_table()
-
-
-def masked_crc32c(data: bytes) -> int:
-    """Return the checksum of TFRecord: CRC-32C, rotated and offset.
-
-    Source: tensorflow/core/lib/hash/crc32c.h, Mask.
-    """
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = (crc >> 8) ^ _CRC32C[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def is_event_file(head: bytes) -> bool:
@@ -80,10 +60,12 @@ def _records(stream: BinaryIO, file: Path, rows: Rows) -> Iterator[tuple[int, me
         if masked_crc32c(head[:8]) != checksum or length > MAX_RECORD_BYTES:
             got = "a length with a wrong checksum; the file is damaged"
             raise LogError(f"{file}: record {at}: expected a record of TensorBoard, got {got}")
-        data = stream.read(length)
-        if len(data) < length or len(stream.read(4)) < 4:
+        data, end = stream.read(length), stream.read(4)
+        if len(data) < length or len(end) < 4:
             rows.notes.append(f"{file.name}: record {at} is half written and was left out")
             return
+        if length <= CHECKED_BYTES and masked_crc32c(data) != int.from_bytes(end, "little"):
+            raise LogError(f"{file}: record {at}: {length} bytes with a wrong checksum; the file is damaged")
         yield at, memoryview(data)
         at += 1
 
@@ -91,13 +73,13 @@ def _records(stream: BinaryIO, file: Path, rows: Rows) -> Iterator[tuple[int, me
 def _event(data: memoryview) -> Iterator[tuple[str, int, float]]:
     step = 0
     summaries = []
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 2 and isinstance(value, int):
-            step = value - (1 << 64) if value >= 1 << 63 else value
+            step = signed(value)
         elif number == 5 and isinstance(value, memoryview):
             summaries.append(value)
     for summary in summaries:
-        for number, value in _fields(summary):
+        for number, value in fields(summary):
             if number == 1 and isinstance(value, memoryview):
                 tag, scalar = _value(value)
                 if scalar is not None:
@@ -106,7 +88,7 @@ def _event(data: memoryview) -> Iterator[tuple[str, int, float]]:
 
 def _value(data: memoryview) -> tuple[str, float | None]:
     tag, scalar = "", None
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, memoryview):
             tag = bytes(value).decode()
         elif number == 2 and isinstance(value, memoryview):
@@ -120,12 +102,12 @@ def _tensor(data: memoryview) -> float | None:
     """Return the one number of a tensor; None for other tensors: texts, images, histograms."""
     dtype, content = 0, None
     plain: dict[int, memoryview | int] = {}
-    for number, value in _fields(data):
+    for number, value in fields(data):
         if number == 1 and isinstance(value, int):
             dtype = value
         elif number == 2 and isinstance(value, memoryview):
-            for inner, dim in _fields(value):
-                if inner == 2 and isinstance(dim, memoryview) and any(n == 1 and size != 1 for n, size in _fields(dim)):
+            for inner, dim in fields(value):
+                if inner == 2 and isinstance(dim, memoryview) and any(n == 1 and size != 1 for n, size in fields(dim)):
                     return None
         elif number == 4 and isinstance(value, memoryview):
             content = bytes(value)
@@ -144,43 +126,5 @@ def _tensor(data: memoryview) -> float | None:
         if number == 6 and len(value) == 8:
             return float(struct.unpack("<d", value)[0])
         if number in (7, 10):
-            return float(_varint(value, 0)[0])
+            return float(varint(value, 0)[0])
     return None
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, value) of a message: integers for varints, bytes for the rest.
-
-    Source: protobuf.dev/programming-guides/encoding.
-    """
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if kind == 2:
-            size, at = _varint(data, at)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
-            raise IndexError(f"wire type {kind}")
-        if at + size > len(data):
-            raise IndexError("a field goes past the end")
-        yield number, data[at : at + size]
-        at += size
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise IndexError("a number without an end")

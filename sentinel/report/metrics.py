@@ -132,6 +132,25 @@ class RunMetrics(msgspec.Struct, kw_only=True):
         return sum(count for code, count in self.health.items() if code in BLIND_CODES)
 
 
+class MirrorCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of what a mirror was given; of several runs the sums."""
+
+    num_steps: int = 0
+    """Steps that were written."""
+    num_dropped: int = 0
+    """Steps that it lacks: there was no room for them to wait, or the daemon that had them was killed."""
+    num_failures: int = 0
+    """Writes that failed; each is tried again."""
+    num_waiting: int = 0
+    num_series_left_out: int = 0
+    """Most series of a step for which there was no room."""
+
+    def plus(self, other: MirrorCounts) -> MirrorCounts:
+        """Return the sums of both."""
+        mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return MirrorCounts(**dict(zip(self.__struct_fields__, map(sum, zip(mine, others, strict=True)), strict=True)))
+
+
 class MetricsSnapshot(msgspec.Struct, kw_only=True):
     """All that a scrape shows."""
 
@@ -163,6 +182,9 @@ class MetricsSnapshot(msgspec.Struct, kw_only=True):
     """What of `CONFIGURED` is not in use as it stands in its files, because those are broken."""
     config_hashes: Mapping[str, str] = {}
     """What of `CONFIGURED` is in use: 12 hexadecimal digits or more of its hash."""
+
+    mirrors: Mapping[str, MirrorCounts] = {}
+    """Name of a mirror -> what became of what it was given, of all runs."""
 
     stages: Mapping[str, tuple[float, int]] = {}
     """Stage of `stage_times.STAGES` -> (seconds, items) since the start."""

@@ -38,7 +38,9 @@ MAX_RUNS = 100
 MAX_SINKS = 12
 """Sinks shown, in the order of the configuration."""
 DAEMON_SERIES = 500
-"""Room kept for what is said of the daemon itself, `MAX_SINKS` sinks included."""
+"""Room kept for what is said of the daemon itself, `MAX_SINKS` sinks and `MAX_MIRRORS` mirrors included."""
+MAX_MIRRORS = 12
+"""Mirrors shown, in the order of their names."""
 MAX_LABEL = 128
 """Most characters of a label's value."""
 
@@ -108,6 +110,7 @@ class MetricsCollector(Collector):
         )
         yield from _configured(snapshot)
         yield from _notifications(snapshot)
+        yield from _mirrors(snapshot)
         yield from _stages(snapshot)
         yield from _disks(snapshot)
         yield from _heartbeats(snapshot)
@@ -170,6 +173,25 @@ def _notifications(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         if sink in snapshot.delivery_latency:
             _add_distribution(latency, [sink], snapshot.delivery_latency[sink])
     yield from (sent, pending, withheld, keep_alives, latency)
+
+
+def _mirrors(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    steps = CounterMetricFamily(
+        "sentinel_mirror_steps", "Judged steps that a mirror has, and those that it lacks.", labels=["mirror", "outcome"]
+    )
+    failures = CounterMetricFamily("sentinel_mirror_failures", "Writes of a mirror that failed.", labels=["mirror"])
+    waiting = GaugeMetricFamily("sentinel_mirror_steps_waiting", "Judged steps that wait for a mirror.", labels=["mirror"])
+    left_out = GaugeMetricFamily(
+        "sentinel_mirror_series_left_out", "Most series of a step for which a mirror has no room (max_series).",
+        labels=["mirror"],
+    )  # fmt: skip
+    for name, counts in sorted(snapshot.mirrors.items())[:MAX_MIRRORS]:
+        steps.add_metric([name, "written"], counts.num_steps)
+        steps.add_metric([name, "dropped"], counts.num_dropped)
+        failures.add_metric([name], counts.num_failures)
+        waiting.add_metric([name], counts.num_waiting)
+        left_out.add_metric([name], counts.num_series_left_out)
+    yield from (steps, failures, waiting, left_out)
 
 
 def _stages(snapshot: MetricsSnapshot) -> Iterator[Metric]:

@@ -28,7 +28,10 @@ PANELS = [
     for panel in board["panels"]
     if panel["type"] != "row"
 ]
-NOT_CONFIGURED = {"Certificate ends": "the daemon of the test serves without TLS"}
+NOT_CONFIGURED = {
+    "Certificate ends": "the daemon of the test serves without TLS",
+    "Mirrors": "the daemon of the test mirrors nothing",
+}
 """Panel -> why it is empty there."""
 
 

@@ -339,6 +339,30 @@ def test_a_torn_event_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert log.num_rows == 9 and "half written" in log.notes[0]
 
 
+@pytest.mark.parametrize("at", [30, 200, -20])
+def test_a_bit_that_flipped_in_an_event_file_is_said_with_its_record(tmp_path: Path, at: int) -> None:
+    path = write_events(tmp_path, [("loss", step, 1.0) for step in range(10)])
+    body = bytearray(path.read_bytes())
+    body[at] ^= 4
+    path.write_bytes(bytes(body))
+
+    with pytest.raises(LogError, match=r"record \d+: .*checksum; the file is damaged"):
+        read_log(path)
+
+
+def test_values_that_are_there_twice_are_counted(tmp_path: Path) -> None:
+    values = [("loss", 0, 1.0), ("loss", 1, 2.0), ("loss", 1, 2.0), ("loss", 2, float("nan")), ("loss", 2, float("nan"))]
+    write_events(tmp_path, [*values, ("loss", 3, 1.0), ("loss", 3, 7.0)])
+
+    log = read_log(tmp_path)
+
+    assert log.steps.tolist() == [0, 1, 2, 3, 3] and log.columns["loss"][[1, 3, 4]].tolist() == [2.0, 1.0, 7.0]
+    assert log.notes == (
+        "2 values are there twice, step and number: one of each counts",
+        "1 values are of a step that their series has already: each is a row of its own",
+    )
+
+
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 BROKEN = {
@@ -356,7 +380,7 @@ BROKEN = {
     "json of numbers": (b'[{"step": 1, "loss": 2.0}, 7]', "record 1: expected an object, got 7"),
     "no records": (b'{"log_history": []}', "expected records, got an empty list"),
     "deep json": (b'{"log_history": ' + b"[" * 100_000, "expected"),
-    "parquet": (b"PAR1\x15\x04\x00\x00", "got Parquet; write it as CSV first"),
+    "parquet": (b"PAR1\x15\x04\x00\x00", "expected Parquet, got damaged data"),
     "binary": (bytes(range(256)), "got binary data"),
     "torn gzip": (gzip.compress(b"step,loss\n" + b"1,2.5\n" * 20_000)[:-20], "expected gzip, got damaged data"),
     "gzip of nothing": (b"\x1f\x8bnonsense", "expected gzip, got damaged data"),

@@ -1,4 +1,4 @@
-"""A package that is not ours adds a detector, a sink, a probe, an adapter and an export format, and all of them work."""
+"""A package that is not ours adds a detector, a sink, a probe, an adapter, an export and a mirror, and all of them work."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def test_its_detector_passes_the_battery(
 def test_a_package_of_a_stranger_adds_one_part_at_each_seam_and_each_works(tmp_path: Path) -> None:
     path = install(tmp_path / "site", offered())
     (tmp_path / "record.yaml").write_text(RULES)
-    (tmp_path / "daemon.yaml").write_text(f"notify:\n  sinks:\n  - {{type: notebook, path: {tmp_path / 'notebook'}}}\n")
+    (tmp_path / "daemon.yaml").write_text(
+        f"notify:\n  sinks:\n  - {{type: notebook, path: {tmp_path / 'notebook'}}}\n"
+        f"mirrors:\n- {{type: lines, path: {tmp_path / 'lines'}}}\n"
+    )
     (tmp_path / "monitor.yaml").write_text("outside_probes: [weight_range, saturated]\n")
 
     done = run(
@@ -83,6 +86,9 @@ def test_a_package_of_a_stranger_adds_one_part_at_each_seam_and_each_works(tmp_p
     record = [one for one in found if one["rule"] == "record"]
     assert [(one["step"], one["detector"], one["kind"]) for one in record][:1] == [(40, "AboveRecord", "scalar")]
     assert any("record" in line and "40" in line for line in (tmp_path / "notebook").read_text().splitlines())
+    mirrored = (tmp_path / "lines").read_text().splitlines()
+    assert [line.split()[1] for line in mirrored if "'weight_range'" in line] == [str(step) for step in range(60)]
+    assert any(line.startswith("tiny opened: ") for line in mirrored)
     assert listed.returncode == 0, listed.stderr
     assert (tmp_path / "steps").read_text().split() == ["40", "41", "42", "43"]
     shares = {row["step"]: row["value"] for row in map(json.loads, table.stdout.splitlines())}

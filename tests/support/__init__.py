@@ -22,6 +22,7 @@
 | judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
+| have a run of Weights & Biases that its own client wrote | `wandb_run`: `write_wandb_run` |
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |

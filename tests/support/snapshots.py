@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sentinel.report.durations import DurationCounts
-from sentinel.report.metrics import MetricsSnapshot, NormAggregate, RunMetrics
+from sentinel.report.metrics import MetricsSnapshot, MirrorCounts, NormAggregate, RunMetrics
 from sentinel.report.pipeline import LATENCY_BOUNDS_S
 
 
@@ -36,6 +36,6 @@ def full_snapshot(runs: tuple[RunMetrics, ...], num_sinks: int = 1, **changes: A
         config_hashes={"rules": "f" * 16, "config": "0" * 15 + "1"}, judge_lag=latency.read(),
         delivery_latency=dict.fromkeys(sinks, latency.read()), disks={"state": (1, 10), "runs": (2, 20)},
         heartbeats={"sent": 3, "failed": 1}, heartbeat_time=5.0, certificate_expiry_time=6.0,
-        stages={"judge": (1.5, 3)},
+        stages={"judge": (1.5, 3)}, mirrors=dict.fromkeys(map(str, range(num_sinks)), MirrorCounts(num_dropped=1)),
     )  # fmt: skip
     return msgspec.structs.replace(full, **changes)

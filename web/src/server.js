@@ -53,11 +53,6 @@ export function ask(path, body, signal) {
   return get(new URL(path, root), signal, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 }
 
-// What tells of the training data is shown to who has a token.
-export function getWith(url, token, signal) {
-  return answered(fetch(url, { signal, headers: { Authorization: `Bearer ${token}` } }));
-}
-
 export function post(path, token, body) {
   const headers = { "Content-Type": "application/json", Authorization: `Bearer ${token}` };
   return answered(fetch(new URL(path, root), { method: "POST", headers, body: JSON.stringify(body) }));

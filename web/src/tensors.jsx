@@ -3,7 +3,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { colours, scaleOf } from "./colours.js";
 import { Choice, Legend, NAN, INF, VALUE, paint, unpacked } from "./heat.jsx";
-import { address, getWith, post } from "./server.js";
+import { address, get, post } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
 import { ago, grouped, number, plural, seen } from "./words.js";
 
@@ -37,7 +37,7 @@ function useTraces(run, token) {
       if (!document.hidden) {
         try {
           const after = known.newest === null ? undefined : known.newest - 1;
-          const found = await getWith(address("api/v1/traces", { run, after }), token, abort.signal);
+          const found = await get(address("api/v1/traces", { run, after }), abort.signal, { headers: { Authorization: `Bearer ${token}` } });
           const isNew = found.attempt !== known.attempt;
           known = { attempt: found.attempt, newest: Math.max(isNew ? -1 : known.newest ?? -1, ...found.steps.map((one) => one.step)) };
           setState((before) => {

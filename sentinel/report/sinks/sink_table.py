@@ -12,6 +12,7 @@ from sentinel.errors import ConfigError, SentinelError
 from sentinel.exception_words import described
 from sentinel.known_words import nearest
 from sentinel.outside_calls import misfit
+from sentinel.outside_structs import OutsideStructs
 from sentinel.report.alert import RouteConfig
 from sentinel.report.escalation import EscalationStep
 from sentinel.report.links import MessageLinks, check_template
@@ -21,7 +22,6 @@ from sentinel.report.sinks.console import ConsoleConfig
 from sentinel.report.sinks.delivery import Capture, DeliveryNotes, NotesInMemory, Sink, SinkParts, SinkSettings
 from sentinel.report.sinks.discord import DiscordConfig
 from sentinel.report.sinks.mail import EmailConfig
-from sentinel.report.sinks.outside import OutsideSinks
 from sentinel.report.sinks.pagerduty import PagerDutyConfig
 from sentinel.report.sinks.slack import SlackConfig
 from sentinel.report.sinks.slack_bot import SlackBotConfig
@@ -31,6 +31,9 @@ from sentinel.report.stages.correlate import CorrelateConfig
 from sentinel.report.stages.gather import DigestConfig
 from sentinel.report.stages.hold import HoldConfig
 from sentinel.report.stages.withhold import RUN_ENDED, InhibitRule, MaintenanceConfig
+
+ENTRY_POINTS = "sentinel.sinks"
+"""Group of entry points: the `type` of a sink -> its configuration, a struct that keeps `delivery.SinkSettings`."""
 
 SinkConfig = (
     SlackConfig | SlackBotConfig | AlertmanagerConfig | PagerDutyConfig | WebhookConfig | EmailConfig | DiscordConfig
@@ -138,9 +141,9 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return [(sink.name, sink.route) for sink in self.sinks]
 
 
-def outside_sinks() -> OutsideSinks:
+def outside_sinks() -> OutsideStructs:
     """Return the sinks of other packages, by `type`; none is imported before it is asked for."""
-    return OutsideSinks(SINKS)
+    return OutsideStructs(ENTRY_POINTS, "a sink", fields=("name", "route"), methods=("build",), taken=SINKS)
 
 
 def build_sink(
