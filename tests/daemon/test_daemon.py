@@ -49,7 +49,7 @@ def daemon(directory: Path, config: DaemonConfig | None = None) -> Iterator[Daem
     thread = threading.Thread(target=one.run)
     # Signal handlers belong to the main thread; here nobody sends signals.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sentinel.daemon.daemon.signal.signal", lambda number, handler: None)
+        patch.setattr("sentinel.daemon.loop_requests.signal.signal", lambda number, handler: None)
         thread.start()
         try:
             yield one
