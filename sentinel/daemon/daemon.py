@@ -111,7 +111,7 @@ class Daemon:
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
         self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._requests.reload, self._meters)
-        self.api.heartbeat = _heartbeat(options.config, environ, self.api.is_at_work)
+        self.api.state.heartbeat = _heartbeat(options.config, environ, self.api.state.is_at_work)
         self.api.links = _links(options.config)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
@@ -141,8 +141,8 @@ class Daemon:
         if self._runs.is_single and self._runs.problems:
             raise StoreError(next(iter(self._runs.problems.values())))
         self._notifying.start()
-        if self.api.heartbeat is not None:
-            self.api.heartbeat.start()
+        if self.api.state.heartbeat is not None:
+            self.api.state.heartbeat.start()
         if self._http is not None:
             log.info("serving %s on %s", self._options.directory, self._http.url)
         self._outside_packages.start()
@@ -215,7 +215,7 @@ class Daemon:
     def _check_files(self) -> bool:
         """Take in files that changed; return whether rules or configuration were read again."""
         if self._http is not None:
-            self.api.http_problems = self._http.refresh()
+            self.api.state.http_problems = self._http.refresh()
             self.api.certificate_expires = self._http.certificate_expires
         if self._silences.have_changed():
             self._note_silences()
@@ -245,15 +245,15 @@ class Daemon:
 
     def _exchange(self, former: DaemonConfig, new: DaemonConfig) -> None:
         """Act on a new configuration; ConfigError, with all as it was, when it cannot be used."""
-        notifier, heartbeat = self._notifying.built(new.notify), _heartbeat(new, self._environ, self.api.is_at_work)
+        notifier, heartbeat = self._notifying.built(new.notify), _heartbeat(new, self._environ, self.api.state.is_at_work)
         self._runs.each(lambda run: run.use(new))
         self._notifying.exchange(notifier)
         self.api.links = _links(new)
-        heartbeat, self.api.heartbeat = self.api.heartbeat, heartbeat
+        heartbeat, self.api.state.heartbeat = self.api.state.heartbeat, heartbeat
         if heartbeat is not None:
             heartbeat.close()
-        if self.api.heartbeat is not None:
-            self.api.heartbeat.start()
+        if self.api.state.heartbeat is not None:
+            self.api.state.heartbeat.start()
 
     def _warn_of_policies(self) -> None:
         """Log what policies name that is no rule in use: nothing would follow from it, and nobody would know why."""
@@ -275,7 +275,7 @@ class Daemon:
         self._systemd.stopping()
         # A command that failed at once left its run less than a discovery ago.
         self._discover(time.time())
-        self.api.is_stopping = True
+        self.api.state.is_stopping = True
         deadline = time.monotonic() + self._options.drain_s
         while self._turn() and time.monotonic() < deadline:
             pass
@@ -297,8 +297,8 @@ class Daemon:
         if self._http is not None:
             self._http.stop()
         self._address.close()
-        if self.api.heartbeat is not None:
-            self.api.heartbeat.close()
+        if self.api.state.heartbeat is not None:
+            self.api.state.heartbeat.close()
         self._notifying.close()
         self._outside_packages.close()
         self._disks.close()

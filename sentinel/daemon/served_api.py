@@ -14,6 +14,7 @@ import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.config_in_force import ConfigInForce
+from sentinel.daemon.daemon_health import DaemonHealth
 from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
 from sentinel.daemon.meters import DaemonMeters
@@ -25,16 +26,11 @@ from sentinel.errors import StoreError
 from sentinel.incident import Incident
 from sentinel.judge.packs import RulePacks
 from sentinel.report.alert import Alert
-from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import NO_LINKS
 from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
 from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.report.silences import Silence, SilenceBook, SilenceRequest, Silences
-from sentinel.version import VERSION
 
-STUCK_AFTER_S = 30.0
-"""Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
-that hangs is reported late."""
 RELOAD_WAIT_S = 10.0
 MOST_MEMBERS = 200
 """Anomalies of an incident that are shown with it."""
@@ -54,12 +50,8 @@ class ServedApi:
         ask_reload: Callable[[], None],
         meters: DaemonMeters | None = None,
     ) -> None:
-        self.is_stopping = False
-        self.heartbeat: HeartbeatSender | None = None
-        """None: none is configured."""
+        self.state = DaemonHealth(packs, config, notifying, silences)
         self._meters = meters or DaemonMeters()
-        self.http_problems: list[str] = []
-        """Why files of tokens or certificates are not in force as they are now."""
         self.certificate_expires: float | None = None
         self.links = NO_LINKS
         """Runbook and dashboard, as messages have them."""
@@ -68,11 +60,6 @@ class ServedApi:
         self._notifying = notifying
         self._silences = silences
         self._ask_reload = ask_reload
-        self._runs: dict[str, ServedRun] = {}
-        self._problems: dict[str, str] = {}
-        self._held: dict[str, str] = {}
-        self._is_ready = False
-        self._alive_at = time.monotonic()
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
@@ -87,12 +74,7 @@ class ServedApi:
 
         held: run -> the process that serves it in our place.
         """
-        self._alive_at = time.monotonic()
-        served = {run.name: run for run in runs}
-        if served != self._runs:
-            self._runs = served
-        self._problems, self._held = dict(problems), dict(held)
-        self._is_ready = not self._is_standby and (self._is_ready or is_caught_up)
+        self.state.publish({run.name: run for run in runs}, problems, held, is_caught_up=is_caught_up)
 
     def reloaded(self) -> None:
         """Say that a reload was done, whatever came of it."""
@@ -102,54 +84,11 @@ class ServedApi:
 
     def health(self) -> dict[str, Any]:
         """Return the status and every problem in words."""
-        problems = [f"run {name} is not served: {problem}" for name, problem in sorted(self._problems.items())]
-        if self._packs.problem:
-            problems.append(f"rules: the former ones are in use: {self._packs.problem}")
-        if self._config.problem:
-            problems.append(f"config: the former one is in force: {self._config.problem}")
-        problems += self.http_problems
-        problems += [f"silences: {problem}" for problem in self._silences.problems()]
-        problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifying.notifier.problems().items())]
-        if self.heartbeat is not None and self.heartbeat.problem:
-            problems.append(f"heartbeat: {self.heartbeat.problem}")
-        problems += [
-            f"run {name}: {problem}" for name, run in sorted(self._runs.items()) for problem in run.status.problems()
-        ]
-        if self._is_stuck:
-            status = "stuck"
-            problems.insert(0, f"the loop has not come round for {time.monotonic() - self._alive_at:.0f} s")
-        elif self.is_stopping:
-            status = "stopping"
-        elif self._is_standby:
-            status = "standby"
-        else:
-            status = "degraded" if problems else "ok"
-        return {
-            "status": status,
-            "problems": problems,
-            "standby_of": sorted(set(self._held.values())),
-            "version": VERSION,
-            "pack_hash": self._packs.pack_hash,
-            "config_hash": self._config.config_hash,
-            "is_dry_run": self._notifying.is_dry_run,
-            "num_runs": len(self._runs),
-        }
+        return self.state.describe()
 
     def is_ready(self) -> bool:
         """Return whether everything there was at the start has been judged, nothing stops, and this is no standby."""
-        return self._is_ready and not self.is_stopping
-
-    def is_at_work(self) -> bool:
-        """Return whether runs are served or may be: the loop comes round, and no other daemon serves them."""
-        return not self._is_stuck and not self._is_standby and not self.is_stopping
-
-    @property
-    def _is_stuck(self) -> bool:
-        return time.monotonic() - self._alive_at > STUCK_AFTER_S
-
-    @property
-    def _is_standby(self) -> bool:
-        return bool(self._held) and not self._runs
+        return self.state.is_ready
 
     def runs(self) -> list[dict[str, Any]]:
         """Return one object a run."""
@@ -290,6 +229,10 @@ class ServedApi:
 
     # Inside.
 
+    @property
+    def _runs(self) -> Mapping[str, ServedRun]:
+        return self.state.runs
+
     def _chosen(self, run: str | None) -> list[ServedRun]:
         if run is None:
             return [one for _, one in sorted(self._runs.items())]
@@ -303,7 +246,7 @@ class ServedApi:
         return one.paths.run_dir
 
     def _snapshot(self) -> MetricsSnapshot:
-        workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.heartbeat
+        workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.state.heartbeat
         stages = self._meters.stages.read()
         stages["notify"] = (
             sum(worker.sending_s for worker in workers.values()), sum(worker.num_requests for worker in workers.values())
@@ -311,8 +254,8 @@ class ServedApi:
         return MetricsSnapshot(
             runs=tuple(run.status.metrics() for run in self._runs.values()),
             start_time=self._started,
-            is_standby=self._is_standby,
-            num_problems=len(self.health()["problems"]),
+            is_standby=self.state.is_standby,
+            num_problems=len(self.state.problems()),
             sinks=tuple(workers),
             notifications=self._notifying.notifier.counts(),
             notifications_pending=self._notifying.notifier.pending(),
