@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import threading
 import time
@@ -10,30 +9,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.daemon_health import DaemonHealth
 from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
-from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
+from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownRun
+from sentinel.daemon.journal_api import JournalQueries
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.trace_api import TraceRequest, traced
 from sentinel.errors import StoreError
-from sentinel.incident import Incident
 from sentinel.judge.packs import RulePacks
-from sentinel.report.alert import Alert
 from sentinel.report.links import NO_LINKS
 from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot
 from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.report.silences import Silence, SilenceBook, SilenceRequest, Silences
 
 RELOAD_WAIT_S = 10.0
-MOST_MEMBERS = 200
-"""Anomalies of an incident that are shown with it."""
 
 _Written = TypeVar("_Written")
 
@@ -60,6 +54,7 @@ class ServedApi:
         self._notifying = notifying
         self._silences = silences
         self._ask_reload = ask_reload
+        self._journals = JournalQueries()
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
@@ -96,42 +91,16 @@ class ServedApi:
 
     def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
         """Return the newest anomalies as lines of JSON, newest first; of all runs when `run` is None."""
-        found: list[bytes] = []
-        for one in self._chosen(run):
-            newest = one.journal.found.newest_anomalies(limit - len(found), before, step)
-            found += [body for _, body in newest]
-        return found[:limit]
+        return self._journals.anomalies(self._chosen(run), limit=limit, before=before, step=step)
 
     def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
         """Return the newest revision of each incident as lines of JSON."""
-        found: list[bytes] = []
-        for one in self._chosen(run):
-            for body in one.journal.found.newest_incidents(limit):
-                if not is_open or _STATE.decode(body).state == "open":
-                    found.append(body)
-        return found[:limit]
+        return self._journals.incidents(self._chosen(run), limit=limit, is_open=is_open)
 
     def incident(self, run: str | None, incident: str) -> ShownIncident:
         """Return an incident, open or over, from the journal of its run."""
-        found = [(one, bodies) for one in self._chosen(run) if (bodies := one.journal.found.incident_revisions(incident))]
-        if len(found) != 1:
-            where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
-            what = (
-                f"{len(found)} runs have one: say which with ?run=NAME"
-                if found
-                else "there is none, open or over; what is older than the retention is deleted"
-            )
-            raise UnknownIncident(f'incident "{incident[:80]}" of {where}: {what}')
-        [(one, bodies)] = found
-        revisions = tuple(msgspec.json.decode(body, type=Incident) for body in bodies)
-        alert = Alert(key="", sink="", change="", incident=revisions[-1], context=one.context_of(revisions[-1]))
-        return ShownIncident(
-            revisions=revisions,
-            context=alert.context,
-            orders=one.commanding.orders_about(alert.incident),
-            links=self.links.of(alert),
-            anomalies=tuple(one.journal.found.anomaly_bodies(_shown_members(revisions))),
-        )
+        where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
+        return self._journals.incident(self._chosen(run), incident, where, self.links)
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
@@ -155,18 +124,7 @@ class ServedApi:
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""
-        entries: list[dict[str, Any]] = [
-            {
-                "run": one.name,
-                "time": entry.time,
-                "actor": entry.actor,
-                "action": entry.action,
-                "details": entry.details,
-            }
-            for one in self._chosen(run)
-            for entry in one.journal.audit.newest(limit)
-        ]
-        return sorted(entries, key=lambda entry: -entry["time"])[:limit]
+        return self._journals.audit(self._chosen(run), limit=limit)
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do `enable` or `disable` in a run."""
@@ -277,16 +235,3 @@ class ServedApi:
             heartbeat_time=None if beat is None else beat.last_taken,
             certificate_expiry_time=self.certificate_expires,
         )
-
-
-def _shown_members(revisions: Sequence[Incident]) -> list[str]:
-    """Return the ids of the first causes and of what joined them, the newest revisions first; bounded."""
-    joined = (one for revision in reversed(revisions) for one in revision.members)
-    return list(dict.fromkeys(itertools.chain(revisions[-1].first_causes, joined)))[:MOST_MEMBERS]
-
-
-class _OnlyState(msgspec.Struct):
-    state: str
-
-
-_STATE = msgspec.json.Decoder(_OnlyState)
