@@ -15,7 +15,7 @@ from sentinel.control.config import unknown_rules
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.disk_watch import DiskWatch
-from sentinel.daemon.http.binding import bound_server
+from sentinel.daemon.http.bound_server import bound_server
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.loop_requests import LoopRequests
