@@ -56,6 +56,11 @@ def worst_open(incidents: Iterable[Incident]) -> list[Incident]:
     return [one for one in still_open if one.severity.level == most]
 
 
+def gravity(one: Incident) -> tuple[bool, int, int, str]:
+    """Return the key that sorts incidents: the open ones first, of them the gravest, of equals the newest."""
+    return one.state != "open", -one.severity.level, -one.opened_step, one.id
+
+
 def newest_revisions(revisions: Iterable[Incident]) -> dict[str, Incident]:
     """Return the newest revision of each incident, by id."""
     newest: dict[str, Incident] = {}

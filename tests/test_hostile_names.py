@@ -57,6 +57,8 @@ def harmless(text: str) -> str:
     [
         ["status", "{run}"],
         ["status", "{run}", "--json"],
+        ["watch", "{run}", "--once"],
+        ["watch", "{run}", "--once", "--json"],
         ["topk", "-d", "{run}"],
         ["topk", "-d", "{run}", "--json"],
         ["explain", "-d", "{run}"],

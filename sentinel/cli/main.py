@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("sentinel.cli.run:run", "Run a training command with a daemon beside it."),
     "serve": ("sentinel.cli.serve:serve", "Judge a run, or a directory of runs, as it is written."),
     "status": ("sentinel.cli.status:status", "Say where each run stands."),
+    "watch": ("sentinel.cli.live_view:watch", "Show a run while it trains, in a terminal."),
     "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),
     "explain": ("sentinel.cli.explain:explain", "Tell the story of an incident."),
     "report": ("sentinel.cli.report:report", "Write the post-mortem of a run or of an incident."),

@@ -29,10 +29,12 @@ def find_run(given: str | None) -> Path:
     """
     home = runs_directory()
     if given is None:
-        runs = [path for path in _directories(home) if (path / "spool").is_dir()]
-        if not runs:
-            raise ConfigError(f"{home}: expected runs, found none; name a run's directory")
-        return max(runs, key=lambda path: (path / "spool").stat().st_mtime)
+        # Whoever stands in a run, or in a directory of runs, means what is there; a variable that is set means what it says.
+        homes = [home] if "SENTINEL_DIR" in os.environ else [home, Path.cwd()]
+        found = next((run for run in map(newest_run, homes) if run is not None), None)
+        if found is None:
+            raise ConfigError(f"{' and '.join(map(str, homes))}: expected runs, found none; name a run's directory")
+        return found
     path = Path(given)
     if path.is_dir():
         return path.absolute()
@@ -41,6 +43,14 @@ def find_run(given: str | None) -> Path:
             return home / folder
     known = ", ".join(sorted(one.name for one in _directories(home))[:8]) or "none"
     raise ConfigError(f'"{given}": expected a run, found none there nor in {home}; known: {known}')
+
+
+def newest_run(home: Path) -> Path | None:
+    """Return the run that a directory is, or of those directly in it the one that was written to last; None: it has none."""
+    if (home / "spool").is_dir():
+        return home
+    runs = [path for path in _directories(home) if (path / "spool").is_dir()]
+    return max(runs, key=lambda path: (path / "spool").stat().st_mtime, default=None)
 
 
 def find_runs(given: Sequence[str]) -> dict[str, Path]:

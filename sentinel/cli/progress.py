@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.cli.time_lengths import duration_words
 from sentinel.command import ANY_ATTEMPT
-from sentinel.errors import WireError
-from sentinel.messages import Bye, EndStep, Heartbeat
-from sentinel.wire.frame import NO_ATTEMPT, decode_message
+from sentinel.ingest.rank_tails import RankTail
+from sentinel.wire.frame import NO_ATTEMPT
+from sentinel.wire.spool import parse_incarnation_folder
 from sentinel.wire.spool_files import file_name, list_files
-from sentinel.wire.spool_reader import SpoolReader
 
 TAIL_BYTES = 4 * 2**20
 """Bytes read from the end of a spool to learn its rank's step; a bound on time that mostly holds a second's heartbeat."""
@@ -34,63 +34,34 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Why no rank would read a command, in words; empty: one does, or the run has not begun."""
 
 
-class _Tail(msgspec.Struct):
-    attempt: int = NO_ATTEMPT
-    newest_step: int | None = None
-    step_time_s: float | None = None
-    has_ended: bool = False
-
-
 def progress_of(run_dir: Path, now: float | None = None) -> RunProgress:
     """Return the progress of a run. now: seconds since the epoch; None: the time of the clock."""
     now = time.time() if now is None else now
-    files: list[tuple[float, Path, int, int]] = []
+    files: list[tuple[float, Path]] = []
     for folder in (run_dir / "spool").glob("r*"):
         indices = list_files(folder)
-        if indices:
-            state = (folder / file_name(indices[-1])).stat()
-            files.append((state.st_mtime, folder, indices[-1], max(state.st_size - TAIL_BYTES, 0)))
+        if indices and parse_incarnation_folder(folder.name) is not None:
+            files.append(((folder / file_name(indices[-1])).stat().st_mtime, folder))
     newest = sorted(files, reverse=True)[:MAX_INCARNATIONS]
-    tails = [(received, _read(folder, index, offset)) for received, folder, index, offset in newest]
+    tails = [(received, RankTail(folder)) for received, folder in newest]
     if not tails:
         return RunProgress()
+    for _, tail in tails:
+        tail.look(TAIL_BYTES)
     # The same step of a former attempt is another moment.
     attempt = max((tail.attempt for _, tail in tails if tail.attempt != NO_ATTEMPT), default=NO_ATTEMPT)
     mine = [(received, tail) for received, tail in tails if tail.attempt in (attempt, NO_ATTEMPT)]
     steps = [tail.newest_step for _, tail in mine if tail.newest_step is not None]
-    times = [tail.step_time_s for _, tail in mine if tail.step_time_s is not None]
+    times = [tail.steps[-1].time_s for _, tail in mine if tail.steps and tail.steps[-1].time_s > 0]
     age = now - max(received for received, _ in mine)
     why_unresponsive = ""
-    if all(tail.has_ended for _, tail in mine):
+    if all(tail.bye is not None for _, tail in mine):
         why_unresponsive = "every rank has ended"
     elif age > SILENT_S:
-        why_unresponsive = f"no rank has written anything for {_words(age)}: killed, or hanging as a whole"
+        why_unresponsive = f"no rank has written anything for {duration_words(age)}: killed, or hanging as a whole"
     return RunProgress(
         newest_step=max(steps, default=None),
         step_time_s=times[-1] if times else None,
         attempt=ANY_ATTEMPT if attempt == NO_ATTEMPT else attempt,
         why_unresponsive=why_unresponsive,
     )
-
-
-def _read(folder: Path, index: int, offset: int) -> _Tail:
-    tail = _Tail()
-    for frame in SpoolReader(folder, file_index=index, offset=offset).poll():
-        tail.attempt = frame.header.attempt
-        try:
-            message = decode_message(frame)
-        except WireError:
-            continue
-        if isinstance(message, EndStep) and message.step_time_s > 0:
-            tail.step_time_s = message.step_time_s
-        if isinstance(message, EndStep | Heartbeat):
-            tail.newest_step = message.step if tail.newest_step is None else max(tail.newest_step, message.step)
-        tail.has_ended = isinstance(message, Bye)
-    return tail
-
-
-def _words(seconds: float) -> str:
-    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"

@@ -121,10 +121,7 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
         state["notes"] = json.loads(journal.values.get("notes") or "null")
         state["config"] = json.loads(journal.values.get("config") or "null")
-        for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
-            newest = msgspec.msgpack.decode(body, type=_DecisionStep)
-            # A rank may be found stale before any step is closed.
-            state["attempt"], state["step"] = newest.attempt, newest.step if newest.step >= 0 else None
+        state["attempt"], state["step"] = judged_step(journal)
         incidents = [msgspec.json.decode(body, type=Incident) for body in journal.found.newest_incidents(100)]
         state["incidents"] = [
             {name: value for name, value in msgspec.to_builtins(one).items() if name not in ("members", "first_causes")}
@@ -133,6 +130,15 @@ def run_status(run_dir: Path) -> dict[str, Any]:
     finally:
         journal.close()
     return state
+
+
+def judged_step(journal: Journal) -> tuple[int | None, int | None]:
+    """Return (attempt, step) of the newest judgement; None: nothing is judged, or no step of that attempt."""
+    for _, _, body in journal.decisions(after=journal.judged - 1, until=journal.judged):
+        newest = msgspec.msgpack.decode(body, type=_DecisionStep)
+        # A rank may be found stale before any step is closed.
+        return newest.attempt, newest.step if newest.step >= 0 else None
+    return None, None
 
 
 def recorded_losses(journal: Journal) -> RunLosses:

@@ -1,4 +1,4 @@
-"""Lengths of time as people type them: `90s`, `10min`, `4h`, `2d`."""
+"""Lengths of time as people type them, `90s`, `10min`, `4h`, `2d`, and as they read them."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def parse_duration(text: str, option: str) -> float | None:
     if not 0 < seconds < math.inf:
         raise ConfigError(f'{option}: expected a time above 0 like 90s, 10min, 2h, got "{text}"')
     return seconds
+
+
+def duration_words(seconds: float) -> str:
+    """`43 s`, `12 min`, `5 h`, `3 d`: in the largest unit of which there are two"""
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from sentinel.command import (
     WithdrawCommand,
     bounded,
 )
+from sentinel.control.command_audit import CommandAudit, WriteDown
 from sentinel.control.command_files import CommandFiles, CommandT
 from sentinel.control.command_moves import next_move
-from sentinel.control.command_status import STATES, CommandStatus
+from sentinel.control.command_status import CommandStatus
 from sentinel.control.known_commands import KnownCommands
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
@@ -47,13 +47,12 @@ class RunCommands:
         self,
         run_dir: Path,
         *,
-        audit: Callable[[float, str, str, dict[str, Any]], None] = lambda time, actor, action, details: None,
+        audit: WriteDown = lambda time, actor, action, details: None,
         expires_s: float = 600.0,
     ) -> None:
         self.known = KnownCommands()
         self._files = CommandFiles(run_dir / "control")
-        self.counts: Counter[str] = Counter(dict.fromkeys(STATES, 0))
-        """State -> commands that ever entered it: `RunMetrics.commands`."""
+        self.audit = CommandAudit(audit)
         self.monitoring_acked_step: int | None = None
         """at_step of the last command that every live rank it means answered with `armed`."""
         self.problem = ""
@@ -62,7 +61,6 @@ class RunCommands:
         """Attempt that commands written from now on are meant for."""
         self.num_foreign = 0
         """Files in the directory that are no commands."""
-        self._audit = audit
         self.expires_s = expires_s
         """Seconds after which a command that nobody answered is given up."""
         self._last_scan = float("-inf")
@@ -253,11 +251,6 @@ class RunCommands:
             source, f"withdraw:{command}", now,
         )  # fmt: skip
 
-    def note_dry_run(self, details: dict[str, Any], now: float) -> None:
-        """Write down what a dry run would have ordered."""
-        self.counts["dry_run"] += 1
-        self._audit(now, "policy", "command.dry_run", details)
-
     # Following.
 
     def acknowledge(self, rank: int, ack: Ack, now: float) -> None:
@@ -270,8 +263,7 @@ class RunCommands:
         status.acks[rank] = ack.state
         if ack.state in ("missed", "refused"):
             # Only these: thousands of ranks say `armed`, and the change of state that follows says it for all.
-            details = {"command": ack.command, "state": ack.state, "step": ack.step, "reason": ack.reason}
-            self._audit(now, f"rank {rank}", "ack", details)
+            self.audit.answered(rank, ack, now)
 
     def scan(self, now: float) -> None:
         """Find commands that others wrote (`sentinel enable` beside a daemon), and learn the next number."""
@@ -279,7 +271,7 @@ class RunCommands:
         for name, command in self._files.fresh():
             if command is None:
                 self.num_foreign += 1
-                self._audit(now, "cli", "command.foreign", {"file": name})
+                self.audit.foreign(name, now)
             elif self.known.get(command.id) is None:
                 self._enter(CommandStatus(command=command, source="cli", issued=now), now)
 
@@ -327,7 +319,7 @@ class RunCommands:
             if move.state == "ended" and isinstance(command, DisableMonitoring):
                 self._end_disabled(command, now)
             if move.state != "withdrawn":
-                self._enter_state(status, move.state, now, move.reason)
+                self.audit.enter(status, move.state, now, move.reason)
             if move.is_withdrawn:
                 self.withdraw(command.id, now=now, reason=move.reason)
 
@@ -342,7 +334,7 @@ class RunCommands:
                 and not disable.targets
                 and (not disable.ranks or (command.ranks and set(command.ranks) <= set(disable.ranks)))
             ):
-                self._enter_state(status, "ended", now, f"disabled by {disable.id}")
+                self.audit.enter(status, "ended", now, f"disabled by {disable.id}")
 
     def _write(self, make: Callable[[int], CommandT], source: str, key: str, now: float) -> CommandT:
         self.scan(now)
@@ -353,24 +345,15 @@ class RunCommands:
     def _enter(self, status: CommandStatus, now: float) -> None:
         self._remember(status)
         command = status.command
-        self.counts["issued"] += 1
-        self._audit(now, status.source, "command.issued", {"command": msgspec.to_builtins(command)})
+        self.audit.issued(status, now)
         if isinstance(command, WithdrawCommand):
             target = self.known.get(command.withdraws)
             if target is not None and not target.is_final:
-                self._enter_state(target, "withdrawn", now, command.reason)
+                self.audit.enter(target, "withdrawn", now, command.reason)
 
     def _remember(self, status: CommandStatus) -> None:
         self.known.remember(status)
         self._files.note(status.command.seq)
-
-    def _enter_state(self, status: CommandStatus, state: str, now: float, reason: str = "") -> None:
-        status.state, status.reason = state, reason
-        self.counts[state] += 1
-        answers = dict(Counter(status.acks.values()))
-        self._audit(
-            now, "commands", f"command.{state}", {"command": status.command.id, "reason": reason, "answers": answers}
-        )
 
 
 def command_id(seq: int, at_step: int, what: str) -> str:

@@ -259,7 +259,7 @@ class ConfigFileEdits:
         if self.config.dry_run:
             if self._dry_edit != self.state.edit:
                 self._dry_edit = self.state.edit
-                self._commands.note_dry_run({"at_step": at_step, "settings": wanted, "reason": words}, now)
+                self._commands.audit.dry_run({"at_step": at_step, "settings": wanted, "reason": words}, now)
             return
         command = self._commands.change(
             at_step=at_step,

@@ -259,7 +259,7 @@ class Escalator:
             "key": origin.proposal.key, "policy": policy.name, "action": policy.action, "at_step": at_step,
             "ranks": list(ranks), "targets": list(targets), "reason": origin.reason,
         }  # fmt: skip
-        self._commands.note_dry_run(details, now)
+        self._commands.audit.dry_run(details, now)
 
     def _quieten(self, command: Any, origin: OrderOrigin | None, now: float) -> None:
         """Leave time behind the end of what was ordered: behind monitoring, whoever ordered it, before any other."""

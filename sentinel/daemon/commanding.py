@@ -252,7 +252,7 @@ class Commanding:
     def counts(self) -> dict[str, int]:
         """Return state -> commands that ever entered it."""
         with self._mutex:
-            return dict(self._commands.counts)
+            return dict(self._commands.audit.counts)
 
     @property
     def monitoring_acked_step(self) -> int | None:

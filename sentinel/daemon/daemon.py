@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import queue
-import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import msgspec
@@ -19,9 +15,10 @@ from sentinel.control.config import unknown_rules
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.disk_watch import DiskWatch
+from sentinel.daemon.http.bound_server import bound_server
 from sentinel.daemon.http.config import HttpConfig
-from sentinel.daemon.http.credentials import Credentials
 from sentinel.daemon.http.server import HttpServer
+from sentinel.daemon.loop_requests import LoopRequests
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.outside_packages import OutsidePackages
@@ -31,10 +28,9 @@ from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.served_runs import ServedRuns, take_from_others
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
-from sentinel.errors import ConfigError, StoreError
+from sentinel.errors import StoreError
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign
-from sentinel.report.alert import Alert
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import MessageLinks
 from sentinel.report.silences import SilenceBook, Silences
@@ -42,7 +38,6 @@ from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.store.run_paths import (
     is_run,
 )
-from sentinel.store.run_values import RunValues
 
 log = logging.getLogger("sentinel.daemon")
 
@@ -100,30 +95,23 @@ class Daemon:
         self._packs.load()
         self._config = ConfigInForce(options.config, options.config_file, options.read_config, time.time())
         self._warn_of_policies()
-        self._notes = RunNotes(self._values_of)
+        self._notes = RunNotes(lambda run: self._runs.values_of(run))
         self._silences = Silences(SilenceBook(self._state))
         self._notifying = Notifying(
-            options.config.notify, environ, stream, self._orders_of, self._notes, silences=self._silences,
-            phases_of=self._phases_of, is_dry_run=options.is_dry_run,
+            options.config.notify, environ, stream, lambda alert: self._runs.orders_about(alert.incident), self._notes,
+            silences=self._silences, phases_of=lambda run: self._runs.phases_of(run), is_dry_run=options.is_dry_run,
         )  # fmt: skip
         self._environ = environ
         self._systemd = Systemd(options.notify_socket, options.watchdog_us)
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """One for each time that the loop's pause is to end at once.
-
-        Signal handlers put some in. They may run while the loop is anywhere in its pause, with the lock of a
-        threading.Event in hand say, which they would wait for for ever; this queue is made to be put into by them.
-        """
-        self._is_stopping = False
-        self._wants_reload = False
+        self._requests = LoopRequests()
         self._meters = DaemonMeters()
         self._runs = ServedRuns(
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
             serve=lambda paths: ServedRun(paths, self._config.config, self._packs, self._meters, environ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
-        self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._ask_reload, self._meters)
-        self.api.heartbeat = self._heartbeat(options.config)
+        self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._requests.reload, self._meters)
+        self.api.state.heartbeat = _heartbeat(options.config, environ, self.api.state.is_at_work)
         self.api.links = _links(options.config)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()
@@ -131,89 +119,48 @@ class Daemon:
 
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit code: 1 where a run that is over was not judged to its end."""
-        former = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        }
-        # `sentinel run` starts us with SIGTERM held back.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, former.keys())
-        try:
-            self._start()
-            self._loop()
-            is_complete = self._drain()
-        finally:
-            self._close()
-            for number, handler in former.items():
-                signal.signal(number, handler)
+        with self._requests.by_signals():
+            try:
+                self._start()
+                self._loop()
+                is_complete = self._drain()
+            finally:
+                self._close()
         return 0 if is_complete else 1
-
-    def _orders_of(self, alert: Alert) -> Sequence[str]:
-        """Return what was ordered because of an incident; called by the threads of the sinks."""
-        run = self._runs.get(alert.incident.run)
-        return run.commanding.orders_about(alert.incident) if run is not None else ()
-
-    def _values_of(self, name: str) -> RunValues | None:
-        run = self._runs.get(name)
-        return run.journal.values if run is not None else None
 
     def stop(self) -> None:
         """Have `run` drain and return; may be called from any thread."""
-        self._is_stopping = True
-        self._wakes.put(None)
+        self._requests.stop()
 
     # The loop.
 
     def _start(self) -> None:
         # The port first: restoring what runs were judged to takes seconds where there are many, and connections wait in it.
-        self._http = self._bind()
+        self._http = bound_server(self.api, self._options.http, self._state, is_owned=self._options.is_owned)
         self._discover(time.time())
         if self._runs.is_single and self._runs.problems:
             raise StoreError(next(iter(self._runs.problems.values())))
         self._notifying.start()
-        if self.api.heartbeat is not None:
-            self.api.heartbeat.start()
+        if self.api.state.heartbeat is not None:
+            self.api.state.heartbeat.start()
         if self._http is not None:
             log.info("serving %s on %s", self._options.directory, self._http.url)
         self._outside_packages.start()
         self._disks.start()
 
-    def _heartbeat(self, daemon_config: DaemonConfig) -> HeartbeatSender | None:
-        config, notify = daemon_config.heartbeat, daemon_config.notify
-        url = config.address(self._environ)
-        if not url:
-            return None
-        poster = HttpPoster(timeout_s=config.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file, method=config.method)
-        return HeartbeatSender(url, config.interval_s, poster, self.api.is_at_work)
-
-    def _bind(self) -> HttpServer | None:
-        """Take the port; beside a command another one, or none, where that is taken: judging is worth more than the page."""
-        asked = self._options.http
-        if asked is None:
-            return None
-        credentials = Credentials(self._state, asked)
-        try:
-            return HttpServer(self.api, asked, credentials)
-        except ConfigError as error:
-            if not self._options.is_owned:
-                raise
-            log.error("%s; a free port is tried instead", error)
-        try:
-            return HttpServer(self.api, msgspec.structs.replace(asked, port=0, socket=""), credentials)
-        except ConfigError as error:
-            log.error("%s; the page is not served, judging goes on", error)
-            return None
-
     def _loop(self) -> None:
         is_first, pause, flowed = True, FAST_POLL_S, time.monotonic()
         next_discovery = next_check = 0.0
         has_reloaded = False
-        while not self._is_stopping:
+        while not self._requests.is_stopping:
             begun = time.monotonic()
             if begun >= next_discovery:
                 next_discovery = begun + DISCOVER_S
                 self._discover(time.time())
                 self._meters.look_at_disks({"state": self._state, "runs": self._options.directory})
-                self._is_stopping = self._is_stopping or self._is_orphaned()
-            if self._wants_reload or begun >= next_check:
+                if self._is_orphaned():
+                    self._requests.stop()
+            if self._requests.wants_reload or begun >= next_check:
                 next_check = begun + RELOAD_CHECK_S
                 has_reloaded = self._check_files()
             self._notifying.turn()
@@ -236,14 +183,7 @@ class Daemon:
                 continue
             # Ten times the cost of a look that found nothing: thousands of ranks must not cost a core.
             pause = max(FAST_POLL_S, 10.0 * (now - begun)) if now - flowed < FLOWING_S else pause * 1.5
-            self._pause(min(pause, SLOW_POLL_S))
-
-    def _pause(self, longest_s: float) -> None:
-        """Wait so long, or until it is ended."""
-        with contextlib.suppress(queue.Empty):
-            self._wakes.get(timeout=longest_s)
-            for _ in range(self._wakes.qsize()):
-                self._wakes.get_nowait()
+            self._requests.pause(min(pause, SLOW_POLL_S))
 
     def _turn(self) -> bool:
         return any(has_moved for _, has_moved in self._runs.each(self._judge))
@@ -275,11 +215,11 @@ class Daemon:
     def _check_files(self) -> bool:
         """Take in files that changed; return whether rules or configuration were read again."""
         if self._http is not None:
-            self.api.http_problems = self._http.refresh()
+            self.api.state.http_problems = self._http.refresh()
             self.api.certificate_expires = self._http.certificate_expires
         if self._silences.have_changed():
             self._note_silences()
-        is_asked, self._wants_reload = self._wants_reload, False
+        is_asked, self._requests.wants_reload = self._requests.wants_reload, False
         if not is_asked and not self._packs.have_changed():
             return False
         self._systemd.reloading()
@@ -303,31 +243,22 @@ class Daemon:
         self._runs.each(lambda run: run.note_silences(silences, time.time()))
         self._notifying.notifier.wake()
 
-    def _phases_of(self, run: str) -> Collection[str]:
-        """Return what the ranks of a run are at. For any thread."""
-        served = self._runs.get(run)
-        return () if served is None else served.phases()
-
     def _exchange(self, former: DaemonConfig, new: DaemonConfig) -> None:
         """Act on a new configuration; ConfigError, with all as it was, when it cannot be used."""
-        notifier, heartbeat = self._notifying.built(new.notify), self._heartbeat(new)
+        notifier, heartbeat = self._notifying.built(new.notify), _heartbeat(new, self._environ, self.api.state.is_at_work)
         self._runs.each(lambda run: run.use(new))
         self._notifying.exchange(notifier)
         self.api.links = _links(new)
-        heartbeat, self.api.heartbeat = self.api.heartbeat, heartbeat
+        heartbeat, self.api.state.heartbeat = self.api.state.heartbeat, heartbeat
         if heartbeat is not None:
             heartbeat.close()
-        if self.api.heartbeat is not None:
-            self.api.heartbeat.start()
+        if self.api.state.heartbeat is not None:
+            self.api.state.heartbeat.start()
 
     def _warn_of_policies(self) -> None:
         """Log what policies name that is no rule in use: nothing would follow from it, and nobody would know why."""
         for message in unknown_rules(self._config.config.control.policies, [rule.name for rule in self._packs.pack.rules]):
             log.warning("%s", message, extra={"fields": {"event": "config.suspicious", "problem": message}})
-
-    def _ask_reload(self) -> None:
-        self._wants_reload = True
-        self._wakes.put(None)
 
     def _is_orphaned(self) -> bool:
         if not self._options.is_owned or self._options.parent in (0, os.getppid()):
@@ -344,7 +275,7 @@ class Daemon:
         self._systemd.stopping()
         # A command that failed at once left its run less than a discovery ago.
         self._discover(time.time())
-        self.api.is_stopping = True
+        self.api.state.is_stopping = True
         deadline = time.monotonic() + self._options.drain_s
         while self._turn() and time.monotonic() < deadline:
             pass
@@ -366,8 +297,8 @@ class Daemon:
         if self._http is not None:
             self._http.stop()
         self._address.close()
-        if self.api.heartbeat is not None:
-            self.api.heartbeat.close()
+        if self.api.state.heartbeat is not None:
+            self.api.state.heartbeat.close()
         self._notifying.close()
         self._outside_packages.close()
         self._disks.close()
@@ -375,12 +306,15 @@ class Daemon:
             run.mirrors.hurry()
         self._runs.close()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self._ask_reload()
-        else:
-            self.stop()
-
 
 def _links(config: DaemonConfig) -> MessageLinks:
     return MessageLinks(runbook_url=config.notify.runbook_url, dashboard_url=config.notify.dashboard_url)
+
+
+def _heartbeat(config: DaemonConfig, environ: Mapping[str, str], is_at_work: Callable[[], bool]) -> HeartbeatSender | None:
+    heartbeat, notify = config.heartbeat, config.notify
+    url = heartbeat.address(environ)
+    if not url:
+        return None
+    poster = HttpPoster(timeout_s=heartbeat.timeout_s, proxy=notify.proxy, ca_file=notify.ca_file, method=heartbeat.method)
+    return HeartbeatSender(url, heartbeat.interval_s, poster, is_at_work)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TextIO
 
 from sentinel.daemon.outboxes import Outboxes
+from sentinel.report.backoff import RetryPolicy
 from sentinel.report.message_writer import OrdersOf, no_orders
 from sentinel.report.notifier import Notifier
-from sentinel.report.pipeline import RetryPolicy, Telling
+from sentinel.report.pipeline import Telling
 from sentinel.report.silences import Silences
 from sentinel.report.sinks.delivery import DeliveryNotes, NotesInMemory
 from sentinel.report.sinks.dry_run import DryRunSink

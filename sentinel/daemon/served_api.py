@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import threading
 import time
@@ -14,8 +13,10 @@ import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.config_in_force import ConfigInForce
+from sentinel.daemon.daemon_health import DaemonHealth
 from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
-from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownIncident, UnknownRun
+from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownRun
+from sentinel.daemon.journal_api import JournalQueries
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.pipeline_api import PipelineQueries, PipelineRequest
@@ -25,22 +26,13 @@ from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.trace_api import TraceRequest, traced
 from sentinel.errors import StoreError
-from sentinel.incident import Incident
 from sentinel.judge.packs import RulePacks
-from sentinel.report.alert import Alert
-from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.links import NO_LINKS
 from sentinel.report.metrics import RELOAD_OUTCOMES, MetricsSnapshot, MirrorCounts
 from sentinel.report.prometheus_page import MetricsCollector
 from sentinel.report.silences import Silence, SilenceBook, SilenceRequest, Silences
-from sentinel.version import VERSION
 
-STUCK_AFTER_S = 30.0
-"""Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
-that hangs is reported late."""
 RELOAD_WAIT_S = 10.0
-MOST_MEMBERS = 200
-"""Anomalies of an incident that are shown with it."""
 
 _Written = TypeVar("_Written")
 
@@ -57,12 +49,8 @@ class ServedApi:
         ask_reload: Callable[[], None],
         meters: DaemonMeters | None = None,
     ) -> None:
-        self.is_stopping = False
-        self.heartbeat: HeartbeatSender | None = None
-        """None: none is configured."""
+        self.state = DaemonHealth(packs, config, notifying, silences)
         self._meters = meters or DaemonMeters()
-        self.http_problems: list[str] = []
-        """Why files of tokens or certificates are not in force as they are now."""
         self.certificate_expires: float | None = None
         self.links = NO_LINKS
         """Runbook and dashboard, as messages have them."""
@@ -71,11 +59,7 @@ class ServedApi:
         self._notifying = notifying
         self._silences = silences
         self._ask_reload = ask_reload
-        self._runs: dict[str, ServedRun] = {}
-        self._problems: dict[str, str] = {}
-        self._held: dict[str, str] = {}
-        self._is_ready = False
-        self._alive_at = time.monotonic()
+        self._journals = JournalQueries()
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
@@ -91,12 +75,7 @@ class ServedApi:
 
         held: run -> the process that serves it in our place.
         """
-        self._alive_at = time.monotonic()
-        served = {run.name: run for run in runs}
-        if served != self._runs:
-            self._runs = served
-        self._problems, self._held = dict(problems), dict(held)
-        self._is_ready = not self._is_standby and (self._is_ready or is_caught_up)
+        self.state.publish({run.name: run for run in runs}, problems, held, is_caught_up=is_caught_up)
 
     def reloaded(self) -> None:
         """Say that a reload was done, whatever came of it."""
@@ -106,54 +85,11 @@ class ServedApi:
 
     def health(self) -> dict[str, Any]:
         """Return the status and every problem in words."""
-        problems = [f"run {name} is not served: {problem}" for name, problem in sorted(self._problems.items())]
-        if self._packs.problem:
-            problems.append(f"rules: the former ones are in use: {self._packs.problem}")
-        if self._config.problem:
-            problems.append(f"config: the former one is in force: {self._config.problem}")
-        problems += self.http_problems
-        problems += [f"silences: {problem}" for problem in self._silences.problems()]
-        problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifying.notifier.problems().items())]
-        if self.heartbeat is not None and self.heartbeat.problem:
-            problems.append(f"heartbeat: {self.heartbeat.problem}")
-        problems += [
-            f"run {name}: {problem}" for name, run in sorted(self._runs.items()) for problem in run.status.problems()
-        ]
-        if self._is_stuck:
-            status = "stuck"
-            problems.insert(0, f"the loop has not come round for {time.monotonic() - self._alive_at:.0f} s")
-        elif self.is_stopping:
-            status = "stopping"
-        elif self._is_standby:
-            status = "standby"
-        else:
-            status = "degraded" if problems else "ok"
-        return {
-            "status": status,
-            "problems": problems,
-            "standby_of": sorted(set(self._held.values())),
-            "version": VERSION,
-            "pack_hash": self._packs.pack_hash,
-            "config_hash": self._config.config_hash,
-            "is_dry_run": self._notifying.is_dry_run,
-            "num_runs": len(self._runs),
-        }
+        return self.state.describe()
 
     def is_ready(self) -> bool:
         """Return whether everything there was at the start has been judged, nothing stops, and this is no standby."""
-        return self._is_ready and not self.is_stopping
-
-    def is_at_work(self) -> bool:
-        """Return whether runs are served or may be: the loop comes round, and no other daemon serves them."""
-        return not self._is_stuck and not self._is_standby and not self.is_stopping
-
-    @property
-    def _is_stuck(self) -> bool:
-        return time.monotonic() - self._alive_at > STUCK_AFTER_S
-
-    @property
-    def _is_standby(self) -> bool:
-        return bool(self._held) and not self._runs
+        return self.state.is_ready
 
     def runs(self) -> list[dict[str, Any]]:
         """Return one object a run."""
@@ -161,42 +97,16 @@ class ServedApi:
 
     def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
         """Return the newest anomalies as lines of JSON, newest first; of all runs when `run` is None."""
-        found: list[bytes] = []
-        for one in self._chosen(run):
-            newest = one.journal.found.newest_anomalies(limit - len(found), before, step)
-            found += [body for _, body in newest]
-        return found[:limit]
+        return self._journals.anomalies(self._chosen(run), limit=limit, before=before, step=step)
 
     def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
         """Return the newest revision of each incident as lines of JSON."""
-        found: list[bytes] = []
-        for one in self._chosen(run):
-            for body in one.journal.found.newest_incidents(limit):
-                if not is_open or _STATE.decode(body).state == "open":
-                    found.append(body)
-        return found[:limit]
+        return self._journals.incidents(self._chosen(run), limit=limit, is_open=is_open)
 
     def incident(self, run: str | None, incident: str) -> ShownIncident:
         """Return an incident, open or over, from the journal of its run."""
-        found = [(one, bodies) for one in self._chosen(run) if (bodies := one.journal.found.incident_revisions(incident))]
-        if len(found) != 1:
-            where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
-            what = (
-                f"{len(found)} runs have one: say which with ?run=NAME"
-                if found
-                else "there is none, open or over; what is older than the retention is deleted"
-            )
-            raise UnknownIncident(f'incident "{incident[:80]}" of {where}: {what}')
-        [(one, bodies)] = found
-        revisions = tuple(msgspec.json.decode(body, type=Incident) for body in bodies)
-        alert = Alert(key="", sink="", change="", incident=revisions[-1], context=one.context_of(revisions[-1]))
-        return ShownIncident(
-            revisions=revisions,
-            context=alert.context,
-            orders=one.commanding.orders_about(alert.incident),
-            links=self.links.of(alert),
-            anomalies=tuple(one.journal.found.anomaly_bodies(_shown_members(revisions))),
-        )
+        where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
+        return self._journals.incident(self._chosen(run), incident, where, self.links)
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
@@ -253,18 +163,7 @@ class ServedApi:
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""
-        entries: list[dict[str, Any]] = [
-            {
-                "run": one.name,
-                "time": entry.time,
-                "actor": entry.actor,
-                "action": entry.action,
-                "details": entry.details,
-            }
-            for one in self._chosen(run)
-            for entry in one.journal.audit.newest(limit)
-        ]
-        return sorted(entries, key=lambda entry: -entry["time"])[:limit]
+        return self._journals.audit(self._chosen(run), limit=limit)
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do `enable` or `disable` in a run."""
@@ -327,6 +226,10 @@ class ServedApi:
 
     # Inside.
 
+    @property
+    def _runs(self) -> Mapping[str, ServedRun]:
+        return self.state.runs
+
     def _chosen(self, run: str | None) -> list[ServedRun]:
         if run is None:
             return [one for _, one in sorted(self._runs.items())]
@@ -340,7 +243,7 @@ class ServedApi:
         return one.paths.run_dir
 
     def _snapshot(self) -> MetricsSnapshot:
-        workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.heartbeat
+        workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.state.heartbeat
         stages = self._meters.stages.read()
         stages["notify"] = (
             sum(worker.sending_s for worker in workers.values()), sum(worker.num_requests for worker in workers.values())
@@ -348,8 +251,8 @@ class ServedApi:
         return MetricsSnapshot(
             runs=tuple(run.status.metrics() for run in self._runs.values()),
             start_time=self._started,
-            is_standby=self._is_standby,
-            num_problems=len(self.health()["problems"]),
+            is_standby=self.state.is_standby,
+            num_problems=len(self.state.problems()),
             sinks=tuple(workers),
             notifications=self._notifying.notifier.counts(),
             notifications_pending=self._notifying.notifier.pending(),
@@ -380,16 +283,3 @@ def _of_all_runs(runs: Iterable[ServedRun]) -> dict[str, MirrorCounts]:
         for name, counts in run.mirrors.counts.items():
             found[name] = counts.plus(found.get(name, MirrorCounts()))
     return found
-
-
-def _shown_members(revisions: Sequence[Incident]) -> list[str]:
-    """Return the ids of the first causes and of what joined them, the newest revisions first; bounded."""
-    joined = (one for revision in reversed(revisions) for one in revision.members)
-    return list(dict.fromkeys(itertools.chain(revisions[-1].first_causes, joined)))[:MOST_MEMBERS]
-
-
-class _OnlyState(msgspec.Struct):
-    state: str
-
-
-_STATE = msgspec.json.Decoder(_OnlyState)

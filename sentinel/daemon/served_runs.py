@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import SentinelError
+from sentinel.incident import Incident
 from sentinel.printable import printable
 from sentinel.private_files import refuse_foreign, tighten
 from sentinel.store.lock import LockHeld
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, refuse_planted, refuse_unprintable, runs_in
+from sentinel.store.run_values import RunValues
 from sentinel.store.trouble import disk_trouble
 
 log = logging.getLogger("sentinel.daemon")
@@ -54,9 +56,20 @@ class ServedRuns:
     def __iter__(self) -> Iterator[ServedRun]:
         return iter(list(self._runs.values()))
 
-    def get(self, name: str) -> ServedRun | None:
-        """Return a run that is served. For any thread."""
-        return self._runs.get(name)
+    def orders_about(self, incident: Incident) -> Sequence[str]:
+        """Return what was ordered because of an incident, in words. For any thread."""
+        run = self._runs.get(incident.run)
+        return run.commanding.orders_about(incident) if run is not None else ()
+
+    def phases_of(self, name: str) -> Collection[str]:
+        """Return what the ranks of a run are at; nothing of one that is not served. For any thread."""
+        run = self._runs.get(name)
+        return run.phases() if run is not None else ()
+
+    def values_of(self, name: str) -> RunValues | None:
+        """Return what the journal of a run keeps; None: it is not served. For any thread."""
+        run = self._runs.get(name)
+        return run.journal.values if run is not None else None
 
     def each(self, act: Callable[[ServedRun], T]) -> list[tuple[ServedRun, T]]:
         """Return what each run answers; one that raises, whatever it is, is let go of."""

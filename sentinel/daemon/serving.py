@@ -21,13 +21,13 @@ from types import MappingProxyType
 
 import msgspec
 
-from sentinel.control.acts import ActInbox
 from sentinel.daemon.alert_contexts import AlertContexts
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
 from sentinel.daemon.config import DaemonConfig, hash_of
 from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.incident_alerts import IncidentAlerts
+from sentinel.daemon.judged_acts import JudgedActs
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.live_ranks import LiveRanks, StepStart
 from sentinel.daemon.meters import DaemonMeters
@@ -61,7 +61,7 @@ from sentinel.store.trouble import journal_trouble, repair_words
 log = logging.getLogger("sentinel.serving")
 
 COMMANDS_S = 0.05
-"""The folders of commands and of what people did are looked at so often when nothing else calls for it."""
+"""The folder of commands is looked at so often when nothing else calls for it."""
 ESCALATION_S = 0.5
 """It is looked so often for pages that nobody has acknowledged."""
 FORGET_S = 600.0
@@ -91,9 +91,8 @@ class ServedRun:
         """Seconds since the epoch when the spool last brought something."""
         self.recent = RecentSteps()
         """The newest judged steps, for whoever asks for series."""
-        self._commands_due = self._acts_due = self._escalation_due = 0.0
+        self._commands_due = self._escalation_due = 0.0
         self._spool_watch = SpoolWatch(self.name, paths.run_dir)
-        self._acts = ActInbox(paths.run_dir, log.warning)
         self._live = LiveRanks()
         self._step_start = StepStart()
         with contextlib.ExitStack() as opened:
@@ -101,6 +100,7 @@ class ServedRun:
             with _records_in_words(paths.journal), _trouble_in_words(paths.journal):
                 self.journal = opened.enter_context(contextlib.closing(Journal(paths.journal)))
                 paths.remember()
+                self._acts = JudgedActs(paths.run_dir, self.journal)
                 self.commanding = Commanding(paths, config.control, self.journal)
                 self._packs = KeptPacks(self.journal, packs)
                 self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.newest.rules])
@@ -151,7 +151,7 @@ class ServedRun:
             has_moved = self._follow(now)
             self._watch()
             self._spool_watch.look(self._gauges.metrics)
-            self._take_acts(now)
+            self._acts.turn(self._stages, lambda tick: self._judge([tick]), now)
             if now >= self._escalation_due or now < self._escalation_due - ESCALATION_S:
                 self._escalation_due = now + ESCALATION_S
                 self._commits.escalate(now)
@@ -336,21 +336,6 @@ class ServedRun:
         for tick in watch.look(time.monotonic(), time.time(), self._stages.judge.has_news):
             self._judge([tick])
         watch.rest(time.monotonic())
-
-    def _take_acts(self, now: float) -> None:
-        """Judge what people did about incidents, and let go of it once that is committed."""
-        stages = self._stages
-        if time.monotonic() < self._acts_due or stages.assembler.is_replaying:
-            return
-        self._acts_due = time.monotonic() + COMMANDS_S
-        for path, act in self._acts.waiting():
-            why = stages.judge.why_not(act)
-            if why:
-                log.warning("run %s: %s by %s is not done: %s", self.name, act.act, act.who, why)
-            else:
-                self._judge([stages.assembler.tick(stages.watch.facts(), stages.watch.tracker.now, (act,))])
-            self.journal.audit.add(now, act.who, act.act, {"incident": act.incident, "why": act.why, "refused": why})
-            self._acts.take(path)
 
     def _judge(self, decided: Iterable[StepView | Tick]) -> bool:
         """Judge steps and moments, each behind its decision in the journal; return whether there were any."""

@@ -13,7 +13,7 @@ from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import MALFORMED, ConfigError, StoreError
 from sentinel.incident import Incident
 from sentinel.known_words import nearest
-from sentinel.recorded_incidents import incident_revisions, newest_revisions
+from sentinel.recorded_incidents import gravity, incident_revisions, newest_revisions
 
 ANOMALIES = pa.schema(
     [
@@ -97,7 +97,7 @@ def standing_incidents(runs: Mapping[str, Path], *, state: str | None = None) ->
         for one in newest_revisions(incident_revisions(directory)).values()
         if one.state != "merged" and state in (None, one.state)
     ]
-    found.sort(key=lambda row: (row[1].state != "open", -row[1].severity.level, -row[1].opened_step, row[1].id))
+    found.sort(key=lambda row: gravity(row[1]))
     return found
 
 

@@ -225,14 +225,14 @@ class Ends:
     ) -> RankEnd | None:
         if incarnation.has_left and incarnation.bye is not None:
             time = incarnation.last_wall_ns / 1e9
-            end = _end_by_words(incarnation.bye, time, found.status if found is not None else None)
+            end = end_by_words(incarnation.bye, time, found.status if found is not None else None)
             end = msgspec.structs.replace(end, is_between=incarnation.bye.is_between)
             return end if end.how == GOODBYE else _after_asking(end, asked_by(time))
         if found is not None and found.is_gone:
             return self._end_by_table(incarnation, one, found, asked_by(found.time))
         raised = incarnation.heartbeat.raised if incarnation.heartbeat is not None else None
         if raised is not None:
-            end = _end_by_words(raised, incarnation.last_wall_ns / 1e9, None)
+            end = end_by_words(raised, incarnation.last_wall_ns / 1e9, None)
             return msgspec.structs.replace(end, step=one.step, is_at_prompt=True)
         return None
 
@@ -323,7 +323,9 @@ def _after_asking(end: RankEnd, asked: str) -> RankEnd:
     return msgspec.structs.replace(end, how=SIGNAL, detail=detail, cause=FOLLOWS, is_asked=True)
 
 
-def _end_by_words(bye: Bye, time: float, status: int | None) -> RankEnd:
+def end_by_words(bye: Bye, time: float, status: int | None) -> RankEnd:
+    """Return how a rank ended by what it said itself. time: of its goodbye, seconds since the epoch. status: of its process,
+    as `wait` has it; None: not known."""
     if bye.signal:
         # Its handler saved what there was to save, where it says 0.
         is_bad = bye.reason == "exception" or bye.code != 0

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from sentinel.report.alert import RouteConfig
+from sentinel.report.backoff import RetryPolicy
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox
-from sentinel.report.pipeline import RetryPolicy, SinkWorker, Telling
+from sentinel.report.pipeline import SinkWorker, Telling
 from sentinel.report.sinks.delivery import Sink
 
 PAUSE_PER_TURN = 10.0

@@ -18,15 +18,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from sentinel.errors import MALFORMED
 from sentinel.report.alert import Alert, RouteConfig, topic
+from sentinel.report.backoff import Backoff, RetryPolicy
 from sentinel.report.durations import DurationCounts
 from sentinel.report.metrics import OUTCOMES
 from sentinel.report.outbox import Outbox, WaitingAlert
+from sentinel.report.settlements import Settlements, ToldRow
 from sentinel.report.silences import Silences
 from sentinel.report.sinks.delivery import Delivery, ResendingSink, Sink, checked
 from sentinel.report.stages.correlate import Correlate, CorrelateConfig, together
@@ -58,15 +59,6 @@ LATENCY_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0)
 _log = logging.getLogger(__name__)
 
 
-class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How hard a sink is tried; the fields are those of NotifyConfig."""
-
-    retry_s: float = 1.0
-    max_retry_s: float = 60.0
-    give_up_after_s: float = 86400.0
-    max_pending: int = 5000
-
-
 class Telling(msgspec.Struct, frozen=True, kw_only=True):
     """What all sinks are told by: the policies of NotifyConfig, and what the daemon knows of now."""
 
@@ -80,24 +72,6 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     """Run -> what its ranks are at: train, eval, checkpoint, init."""
     num_runs: Callable[[], int] = lambda: 1
     """How many runs are served now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settlement:
-    """Rows that are done, as the outbox is to write it down."""
-
-    positions: list[int]
-    outcome: str
-    told: list[_ToldRow]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ToldRow:
-    position: int
-    topic: str
-    incident: str
-    over: float
-    body: bytes
 
 
 class SinkWorker:
@@ -136,8 +110,6 @@ class SinkWorker:
         self.is_hurried = False
         """The daemon ends: nothing waits for more to come."""
         self._outbox = outbox
-        self._policy = policy
-        self._rng = rng
         self._took_s = 0.0
         """Seconds that the newest request took."""
         self._num_runs = telling.num_runs
@@ -168,9 +140,7 @@ class SinkWorker:
             self._rate_limit,
         )
         self._last_sent = -math.inf
-        self._num_failures_in_a_row = 0
-        self._blocked_until = 0.0
-        self._blocked_at = 0.0
+        self._backoff = Backoff(policy, rng)
         self._failures: dict[int, int] = {}
         """Position -> failures of messages that it was part of."""
         self._alerts: dict[int, Alert] = {}
@@ -181,16 +151,15 @@ class SinkWorker:
         """Positions of what waits for people or for the calendar."""
         self._let_go: dict[int, float] = {}
         """Position of what was withheld -> when it was no longer: from then on it waits for the sink."""
-        self._unfinished: list[_Settlement] = []
-        """What the outbox could not yet write down: never sent again meanwhile."""
+        self._settlements = Settlements(outbox, self.counts)
 
     def turn(self, now: float) -> float | None:
         """Send what is due. Return the time of the next turn; None: when something new waits. Raises only what the
         outbox raises."""
-        self._finish_unfinished()
+        self._settlements.write()
         self._learn()
         due = self._keep_alive(now)
-        blocked = self._blocked(now)
+        blocked = self._backoff.until(now)
         if blocked is not None:
             return _earlier(blocked, due)
         turn = Turn(
@@ -200,7 +169,7 @@ class SinkWorker:
         batch = self._next(waiting, turn)
         for positions, outcome in turn.settled:
             self._settle(positions, outcome)
-        self._finish_unfinished()
+        self._settlements.write()
         self._let_go |= dict.fromkeys(self._withheld - turn.withheld, now)
         self._withheld = frozenset(turn.withheld)
         if not batch:
@@ -209,12 +178,11 @@ class SinkWorker:
         due = self._keep_alive(now)  # What was sent just now may have to be repeated sooner than anything before.
         num_done = sum(len(one.positions) for one in batch) + sum(len(positions) for positions, _ in turn.settled)
         is_more = num_done < len(waiting) or bool(self._failures)
-        return _earlier(self._blocked(now) or now, due) if is_more else due
+        return _earlier(self._backoff.until(now) or now, due) if is_more else due
 
     def num_waiting(self) -> int:
         """Return how many rows of this sink have no outcome."""
-        num_unfinished = sum(len(one.positions) for one in self._unfinished)
-        return max(self._outbox.num_waiting(topic(self.sink.name)) - num_unfinished, 0)
+        return max(self._outbox.num_waiting(topic(self.sink.name)) - len(self._settlements.positions), 0)
 
     @property
     def num_withheld(self) -> int:
@@ -224,7 +192,7 @@ class SinkWorker:
     def num_sendable(self) -> int:
         """Return how many rows wait for this sink alone, and not for people or for the calendar."""
         rows = self._outbox.waiting(topic(self.sink.name), FOREVER, READ_LIMIT)
-        done = {position for one in self._unfinished for position in one.positions}
+        done = self._settlements.positions
         return sum(row.position not in self._withheld and row.position not in done for row in rows)
 
     # What waits.
@@ -252,7 +220,7 @@ class SinkWorker:
         self._failures = {position: number for position, number in self._failures.items() if position in alive}
         self._alerts = {position: alert for position, alert in self._alerts.items() if position in alive}
         self._let_go = {at: when for at, when in self._let_go.items() if at in alive}
-        done = {position for one in self._unfinished for position in one.positions}
+        done = self._settlements.positions
         return [one for row in rows if row.position not in done and (one := self._parse(row)) is not None]
 
     def _parse(self, row: WaitingAlert) -> Pending | None:
@@ -338,7 +306,7 @@ class SinkWorker:
         delivery = self._deliver(alerts, now)
         if delivery.outcome == "sent":
             self.problem = ""
-            self._num_failures_in_a_row = 0
+            self._backoff.succeeded()
             for one in batch:
                 begun = max([one.alert.created, *(self._let_go.get(at, 0.0) for at in one.positions)])
                 self.latency.observe(now + self._took_s - begun)
@@ -346,14 +314,14 @@ class SinkWorker:
             self._last_sent = now
             self._digest.note_sent(batch, now)
             self._take_received(batch, now)
-            self._finish_unfinished()
+            self._settlements.write()
             return
         self.problem = delivery.detail
         is_unknown = delivery.is_unknown or any(one.is_maybe_received for one in batch)
         if delivery.outcome == "failed" and len(batch) == 1:
             _log.error("sink %s: gave up %d alerts: %s", self.sink.name, len(batch), delivery.detail)
             self._settle(positions, "failed")
-            self._finish_unfinished()
+            self._settlements.write()
             return
         self.counts["retried"] += len(batch)
         if delivery.outcome == "failed":
@@ -363,8 +331,9 @@ class SinkWorker:
             return
         for position in positions:
             self._failures[position] = self._failures.get(position, 0) + 1
-        self._back_off(delivery, now)
-        self._outbox.postpone_delivery(positions, self._blocked_until, is_unknown=is_unknown)
+        wait_s = self._backoff.failed(now, delivery.retry_after_s)
+        _log.warning("sink %s: next try in %.1f s: %s", self.sink.name, wait_s, delivery.detail)
+        self._outbox.postpone_delivery(positions, now + wait_s, is_unknown=is_unknown)
 
     def _take_received(self, batch: list[Pending], now: float) -> None:
         """Write down what a message that the sink received settles, and what the sink knows now."""
@@ -376,11 +345,11 @@ class SinkWorker:
                 self._settle(one.positions[:1], said, [self._noted(one, pending.thread, now)])
                 self._settle(one.positions[1:], "superseded")
 
-    def _noted(self, one: Pending, thread: str, now: float) -> _ToldRow:
+    def _noted(self, one: Pending, thread: str, now: float) -> ToldRow:
         former = self._ledger.get(one.where)
         told = Told(alert=one.alert, thread=thread, first=former.first if former is not None else now, last=now)
         self._ledger.note(told)
-        return _ToldRow(
+        return ToldRow(
             position=one.positions[0],
             topic=topic(self.sink.name),
             incident=one.alert.incident.id,
@@ -424,31 +393,10 @@ class SinkWorker:
         words = "sink %s: sent run %s: incident %s %s"
         _log.info(words, self.sink.name, incident.run, incident.id, change, extra={"fields": fields})
 
-    def _back_off(self, delivery: Delivery, now: float) -> None:
-        self._num_failures_in_a_row += 1
-        wait = min(self._policy.retry_s * 2 ** min(self._num_failures_in_a_row - 1, 30), self._policy.max_retry_s)
-        wait *= 1.0 + 0.1 * self._rng.random()
-        wait = max(wait, delivery.retry_after_s or 0.0)
-        self._blocked_at, self._blocked_until = now, now + wait
-        _log.warning("sink %s: next try in %.1f s: %s", self.sink.name, wait, delivery.detail)
-
-    def _blocked(self, now: float) -> float | None:
-        # A clock that was set back must not block for longer than was meant.
-        return self._blocked_until if self._blocked_at <= now < self._blocked_until else None
-
-    def _settle(self, positions: list[int], outcome: str, told: Iterable[_ToldRow] = ()) -> None:
-        if not positions:
-            return
-        self.counts[outcome] += len(positions)
+    def _settle(self, positions: list[int], outcome: str, told: Sequence[ToldRow] = ()) -> None:
         for position in positions:
             self._failures.pop(position, None)
-        self._unfinished.append(_Settlement(positions=positions, outcome=outcome, told=list(told)))
-
-    def _finish_unfinished(self) -> None:
-        while self._unfinished:
-            one = self._unfinished[0]
-            self._outbox.finish_delivery(one.positions, one.outcome, one.told)
-            del self._unfinished[0]
+        self._settlements.add(positions, outcome, told)
 
 
 def message_key(alerts: Sequence[Alert]) -> str:

@@ -202,6 +202,19 @@ def encode_frame(header: Header, payload: Buffer, *, protocol: int = 0) -> tuple
     return blank[:_CRC_OFFSET] + crc.to_bytes(4, "little") + blank[_CRC_OFFSET + 4 :] + body, payload
 
 
+def peek(buffer: Buffer, offset: int = 0) -> tuple[int, int] | None:
+    """Return (type, bytes in all) of the frame that begins at `offset`, by its prefix alone; None: no whole prefix is there.
+
+    What lies behind the prefix is neither needed nor checked.
+    """
+    if len(buffer) - offset < PREFIX_BYTES:
+        return None
+    magic, _, frame_type, _, frame_bytes, check, _, _ = _PREFIX.unpack_from(buffer, offset)
+    if magic != MAGIC or zlib.crc32(memoryview(buffer)[offset : offset + _CHECKED.size]) != check:
+        return None
+    return (frame_type, frame_bytes) if PREFIX_BYTES <= frame_bytes <= MAX_FRAME_BYTES else None
+
+
 def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) -> Frame | Incomplete | Corrupt | Foreign:
     """Return what begins at `offset`. The payload of a Frame is a view into `buffer`, not a copy.
 

@@ -41,7 +41,7 @@ def test_people_are_obeyed_journalled_and_replayed(
     run = served(run_dir, EVERY_STEP)
     catch_up(run)
     # The judge's turn comes while the command waits for it.
-    monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run, "_acts_due", 0.0), run.turn(NOW)))
+    monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run._acts, "due", 0.0), run.turn(NOW)))
     incident = worst(run_dir)
     num_reported = len(queued(run_dir))
 
@@ -76,7 +76,7 @@ def test_a_restart_between_act_and_judge_takes_it_once(run_dir: Path, monkeypatc
     for _ in range(2):
         run = served(run_dir, EVERY_STEP)
         catch_up(run)
-        run._acts_due = 0.0
+        run._acts.due = 0.0
         catch_up(run)
         run.close()
         waiting.write_bytes(body)  # as a crash before its removal leaves it
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_said(
 def test_json_is_the_incident(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run = served(run_dir, EVERY_STEP)
     catch_up(run)
-    monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run, "_acts_due", 0.0), run.turn(NOW)))
+    monkeypatch.setattr(verb.time, "sleep", lambda _: (setattr(run._acts, "due", 0.0), run.turn(NOW)))
 
     assert run_cli(["ack", "-d", str(run_dir), "--who", "ana", "--json"]) == CLEAN
 

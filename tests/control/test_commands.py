@@ -7,7 +7,8 @@ import pytest
 
 from sentinel.command import Command, EnableMonitoring, WithdrawCommand
 from sentinel.control import known_commands
-from sentinel.control.commands import STATES, RunCommands
+from sentinel.control.command_status import STATES
+from sentinel.control.commands import RunCommands
 from sentinel.errors import StoreError
 from sentinel.messages import Ack
 from sentinel.report.metrics import COMMAND_STATES
@@ -80,7 +81,7 @@ def test_command_obeyed_at_one_step(tmp_path):
         run_commands.tick(ranks.ended(), now)
     assert states(run_commands)[command.id] == "ended"
     assert not run_commands.known.is_on(19)
-    assert [run_commands.counts[state] for state in ("issued", "armed", "applied", "ended")] == [1, 1, 1, 1]
+    assert [run_commands.audit.counts[state] for state in ("issued", "armed", "applied", "ended")] == [1, 1, 1, 1]
 
 
 def test_late_command_is_withdrawn(tmp_path):
@@ -191,7 +192,7 @@ def test_a_command_nobody_answers_expires(tmp_path):
     run_commands.tick({}, 161.0)
 
     assert states(run_commands)[command.id] == "expired"
-    assert (run_commands.counts["expired"], run_commands.counts["withdrawn"]) == (1, 0)
+    assert (run_commands.audit.counts["expired"], run_commands.audit.counts["withdrawn"]) == (1, 0)
     assert (tmp_path / "control" / "000002.json").exists()
 
 
@@ -223,7 +224,7 @@ def test_a_disable_that_is_late_somewhere_still_holds_elsewhere(tmp_path):
 
     run_commands.tick({0: 5, 1: 3}, 0.0)
 
-    assert run_commands.counts["partial"] == 1
+    assert run_commands.audit.counts["partial"] == 1
     assert len(run_commands.known.statuses()) == 1
 
 

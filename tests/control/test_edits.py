@@ -453,7 +453,7 @@ def test_switches_of_the_daemon(tmp_path: Path) -> None:
     dry.file.write_text("kinds: [activation]\n")
     dry.train(30)
     assert dry.commands() == []
-    assert dry.run_commands.counts["dry_run"] == 1
+    assert dry.run_commands.audit.counts["dry_run"] == 1
 
     deaf = Run(tmp_path, "kinds: [param]\n", ControlConfig(follow_config=False))
     deaf.train(10)

@@ -195,7 +195,7 @@ def test_a_command_that_came_too_late_is_issued_anew_with_more_time(tmp_path):
     assert bench.escalator.latency_s == pytest.approx(0.2)
     bench.answer(issued[0], "armed")
     assert bench.tick({0: 46}) == []
-    assert bench.run_commands.counts["withdrawn"] == 1
+    assert bench.run_commands.audit.counts["withdrawn"] == 1
 
 
 def test_reissues_end(tmp_path):
@@ -227,7 +227,7 @@ def test_a_dry_run_writes_no_command(tmp_path):
 
     assert bench.consider() is None
     assert not (tmp_path / "control").exists()
-    assert bench.run_commands.counts["dry_run"] == 1
+    assert bench.run_commands.audit.counts["dry_run"] == 1
     assert [action for action, _ in bench.entries] == ["command.dry_run"]
 
 

@@ -105,7 +105,7 @@ def test_command_obeyed_at_one_step(tmp_path, skew):
     assert command.ranks == (2, 3)
     steps = list(range(command.at_step, command.at_step + 20))
     assert [rank.measured for rank in run.ranks] == [[], [], steps, steps]
-    assert run.run_commands.counts["ended"] == 1
+    assert run.run_commands.audit.counts["ended"] == 1
     assert [rank.refused for rank in run.ranks] == [[], [], [], []]
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_is_deaf_leaves_a_partial_command(tmp_path):
     run.train(10, deaf=(3,))
     run.train(30)
 
-    assert run.run_commands.counts["partial"] == 1
+    assert run.run_commands.audit.counts["partial"] == 1
     assert run.ranks[2].measured == list(range(command.at_step, command.at_step + 20))
     assert run.ranks[3].measured == []
 

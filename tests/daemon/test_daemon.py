@@ -49,7 +49,7 @@ def daemon(directory: Path, config: DaemonConfig | None = None) -> Iterator[Daem
     thread = threading.Thread(target=one.run)
     # Signal handlers belong to the main thread; here nobody sends signals.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sentinel.daemon.daemon.signal.signal", lambda number, handler: None)
+        patch.setattr("sentinel.daemon.loop_requests.signal.signal", lambda number, handler: None)
         thread.start()
         try:
             yield one
@@ -85,14 +85,14 @@ def test_a_heartbeat_that_nobody_takes_is_said_and_holds_up_no_judging(tmp_path:
 def test_a_daemon_that_stands_by_or_ends_says_to_no_dead_mans_switch_that_it_works(tmp_path: Path) -> None:
     one = Daemon(ServeOptions(directory=tmp_path, http=None), {}, io.StringIO())
 
-    at_first = one.api.is_at_work()
+    at_first = one.api.state.is_at_work()
     one.api.publish([], {}, {"run": "4711"}, is_caught_up=True)
-    on_standby = one.api.is_at_work()
+    on_standby = one.api.state.is_at_work()
     one.api.publish([], {}, {}, is_caught_up=True)
-    alone = one.api.is_at_work()
-    one.api.is_stopping = True
+    alone = one.api.state.is_at_work()
+    one.api.state.is_stopping = True
 
-    assert (at_first, on_standby, alone, one.api.is_at_work()) == (True, False, True, False)
+    assert (at_first, on_standby, alone, one.api.state.is_at_work()) == (True, False, True, False)
 
 
 def test_a_run_that_began_just_before_the_end_is_judged_too(tmp_path: Path) -> None:

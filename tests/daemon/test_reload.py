@@ -34,7 +34,7 @@ def reloadable(tmp_path: Path, config: str, *, is_dry_run: bool = False) -> Iter
     one = Daemon(options, {}, io.StringIO())
     thread = threading.Thread(target=one.run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sentinel.daemon.daemon.signal.signal", lambda number, handler: None)
+        patch.setattr("sentinel.daemon.loop_requests.signal.signal", lambda number, handler: None)
         thread.start()
         try:
             yield one, path

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from recording import Recording, record
 
 from sentinel.daemon.daemon import Daemon, ServeOptions
+from sentinel.daemon.loop_requests import LoopRequests
 from sentinel.store.lock import holder
 
 from ..support.servers import Receiver
@@ -124,7 +125,7 @@ def test_a_signal_at_any_moment_of_a_pause_ends_it(tmp_path: Path) -> None:
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         """Have one arrive at each line of a pause, those of the library by which it waits among them."""
         within: FrameType | None = frame
-        while within is not None and within.f_code is not Daemon._pause.__code__:
+        while within is not None and within.f_code is not LoopRequests.pause.__code__:
             within = within.f_back
         if within is not None:
             strike(frame)

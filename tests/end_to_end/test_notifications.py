@@ -13,9 +13,10 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.report.alert import RouteConfig, alerts_for
+from sentinel.report.backoff import RetryPolicy
 from sentinel.report.notifier import Notifier
 from sentinel.report.outbox import MemoryOutbox
-from sentinel.report.pipeline import RetryPolicy, SinkWorker
+from sentinel.report.pipeline import SinkWorker
 from sentinel.report.sinks.alertmanager import AlertmanagerConfig, AlertmanagerSink
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
@@ -130,7 +131,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from sentinel.report.notifier import Notifier
-from sentinel.report.pipeline import RetryPolicy
+from sentinel.report.backoff import RetryPolicy
 from sentinel.report.sinks.delivery import HttpPoster
 from sentinel.report.sinks.webhook import WebhookConfig, WebhookSink
 from sentinel.store.journal import Journal

@@ -5,9 +5,9 @@ import pytest
 
 from sentinel.anomaly import Severity
 from sentinel.report.alert import alerts_for
+from sentinel.report.backoff import RetryPolicy
 from sentinel.report.notifier import Notifier
 from sentinel.report.outbox import MemoryOutbox
-from sentinel.report.pipeline import RetryPolicy
 from sentinel.report.sample_alert import sample_alert
 from sentinel.report.sinks.delivery import SENT, Delivery
 from sentinel.report.stages.rate_limit import TokenBucket

@@ -4,8 +4,9 @@ import random
 
 from sentinel.report.alert import RouteConfig, alerts_for
 from sentinel.report.alert_context import AlertContext
+from sentinel.report.backoff import RetryPolicy
 from sentinel.report.outbox import MemoryOutbox
-from sentinel.report.pipeline import RetryPolicy, SinkWorker, Telling
+from sentinel.report.pipeline import SinkWorker, Telling
 from sentinel.report.sinks.delivery import SENT, Delivery
 from sentinel.report.stages.hold import HoldConfig
 
