@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from sentinel.anomaly import Anomaly, is_liveness
 from sentinel.anomaly_words import place_words
 from sentinel.command import ALARM_KINDS
+from sentinel.explain.drawing import rank_words
 from sentinel.explain.story import Story
 from sentinel.incident import Incident
 from sentinel.ingest.incarnation import Incarnation
@@ -96,11 +97,12 @@ def _samples(story: Story, reading: SpoolReading) -> Iterable[Block]:
 
 
 def _seeds(descriptors: Sequence[Descriptor], material: RunMaterial, reading: SpoolReading) -> Iterable[Block]:
-    found: list[str] = []
+    reported: dict[str, list[int]] = {}
     for one in descriptors:
         for name, value in one.environment.items():
             if _SEED_NAME.fullmatch(name.removeprefix(LABEL)):
-                found.append(f"{name.removeprefix(LABEL)} = {value} (as rank {one.place.rank} reported it)")
+                reported.setdefault(f"{name.removeprefix(LABEL)} = {value}", []).append(one.place.rank)
+    found = [f"{words} (as {rank_words(sorted(set(ranks)))} reported it)" for words, ranks in reported.items()]
     logged = {
         (name, value) for said in reading.steps for name, value in said.end.scalars.items() if _SEED_NAME.fullmatch(name)
     }

@@ -15,6 +15,7 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.recorded_alert import recorded_alert, recorded_orders
 from sentinel.errors import ConfigError
 from sentinel.history.config import HistoryConfig
+from sentinel.postmortem import composing
 from sentinel.postmortem.composing import MOST_TOLD, postmortem
 from sentinel.postmortem.happenings import MOST_ROWS
 from sentinel.postmortem.html_form import as_html
@@ -271,6 +272,19 @@ def test_five_hundred_incidents_make_a_bounded_file_that_counts_what_it_leaves_o
     # Each opened once; of those that are told whole, the anomaly that came first.
     assert f"{500 + MOST_TOLD - MOST_ROWS} more less weighty entries" in body
     assert {row[1] for row in table.rows} == {"critical"}, "the gravest are shown"
+
+
+def test_of_more_anomalies_than_are_looked_at_the_later_ones_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many_incidents(tmp_path / "many", 1, 50)
+    whole = as_markdown(told(tmp_path / "many", "worst"))
+    monkeypatch.setattr(composing, "MOST_MEMBERS", 10)
+    bounded = as_markdown(told(tmp_path / "many", "worst"))
+
+    assert "Counted among the 10 of its anomalies that came first; 40 came later." in bounded
+    assert "came later" not in whole and "no longer in the files" not in whole + bounded
+    assert "layers.0.mlp.0" in bounded, "what came first is among them"
 
 
 def test_an_incident_of_many_anomalies_and_long_names_stays_small(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def test_checkpoint_and_samples_are_the_recorded_ones(judged: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"seed": "1234"}, "Seed: seed = 1234 (as rank 0 reported it)"),
-        ({"label.data_seed": "9"}, "Seed: data_seed = 9 (as rank 0 reported it)"),
+        ({"seed": "1234"}, "Seed: seed = 1234 (as ranks 0-3 reported it)"),
+        ({"label.data_seed": "9"}, "Seed: data_seed = 9 (as ranks 0-3 reported it)"),
         ({"command": "python train.py --seed=77"}, "Seed: 77 (on the command line)"),
         ({"command": "python train.py --data-seed 78 --lr 1"}, "Seed: 78 (on the command line)"),
     ],
