@@ -10,13 +10,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sentinel.errors import SentinelError, WireError
+from sentinel.errors import WireError
 from sentinel.trace import TracedStep, TracePath, read_trace, trace_paths
 
 MAX_STEPS = 200
 """Most files in one answer."""
 MAX_BYTES = 8 << 20
 """Bytes of pictures past which an answer has no further step."""
+NOTHING_TRACED = (
+    "nothing is traced: order it by POST /api/v1/control with the action trace, or by `sentinel trace`; the trainer's "
+    "config has to name TraceTensors in allow_commands"
+)
 _DTYPES = {"f4": "F32", "i4": "I32", "i8": "I64"}
 
 
@@ -53,18 +57,16 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
-    """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more"} of a run.
+    """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more", "hint"} of a run.
 
     A step is {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
     `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64 of
-    little-endian numbers}. The word of the picture itself is empty. SentinelError where a run has traced nothing.
+    little-endian numbers}. The word of the picture itself is empty. hint: what to do where a run has traced nothing; it
+    has no attempt then.
     """
     there = trace_paths(run_dir)
     if not there:
-        raise SentinelError(
-            "this run has traced nothing: order it by POST /api/v1/control with action trace, or `sentinel trace`; the "
-            "trainer's config has to name TraceTensors in allow_commands"
-        )
+        return {"attempt": None, "ranks": [], "steps": [], "problems": [], "has_more": False, "hint": NOTHING_TRACED}
     attempt = max(one.attempt for one in there) if request.attempt is None else request.attempt
     there = [one for one in there if one.attempt == attempt]
     ranks = sorted({one.rank for one in there})
@@ -84,7 +86,7 @@ def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
         shown = _shown(step, request.name)
         num_bytes += sum(len(picture["data"]) for one in shown["tensors"] for picture in one["pictures"].values())
         steps.append(shown)
-    return {"attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more}
+    return {"attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more, "hint": ""}
 
 
 def numbers_of(picture: Mapping[str, Any]) -> np.ndarray:

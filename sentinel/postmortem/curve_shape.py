@@ -21,7 +21,7 @@ NOT_FINITE = "x"
 SPARK_COLUMNS = 60
 
 
-class Mark(msgspec.Struct, frozen=True):
+class CurveMark(msgspec.Struct, frozen=True):
     """A number at an axis."""
 
     at: float
@@ -40,8 +40,8 @@ class CurveShape(msgspec.Struct, frozen=True, kw_only=True):
     """Where something was not finite, from the left."""
     marked: tuple[float, float]
     """Left side and width of what the curve is about; a width of 0: of nothing."""
-    across: tuple[Mark, ...]
-    up: tuple[Mark, ...]
+    across: tuple[CurveMark, ...]
+    up: tuple[CurveMark, ...]
 
 
 def shape_of(curve: Curve) -> CurveShape:
@@ -80,8 +80,8 @@ def shape_of(curve: Curve) -> CurveShape:
     values = [low, low / 2 + high / 2, high]
     return CurveShape(
         line="".join(parts), is_band=is_band, dots=tuple(dots), bad=tuple(x(one) for one in curve.bad_steps), marked=span,
-        across=tuple(Mark(x(one), f"{one:,}") for one in ticks),
-        up=tuple(Mark(y(10**one if is_log else one), short_number(10**one if is_log else one)) for one in values),
+        across=tuple(CurveMark(x(one), f"{one:,}") for one in ticks),
+        up=tuple(CurveMark(y(10**one if is_log else one), short_number(10**one if is_log else one)) for one in values),
     )  # fmt: skip
 
 

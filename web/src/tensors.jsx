@@ -10,6 +10,7 @@ import { ago, grouped, number, plural, seen } from "./words.js";
 const EVERY_MS = 1000;
 const KEPT = 120; // Steps that the page remembers of a rank.
 const SHOWN = 24; // Tensors that are drawn at a time.
+const NONE = { steps: [], ranks: [], error: null, attempt: null, hint: "" };
 const ARRAYS = { F32: Float32Array, I32: Int32Array, I64: BigInt64Array };
 const KINDS = [
   ["activation", "what modules give"], ["activation_in", "what modules are given"], ["attention", "what queries attend to"], ["dgrad", "gradients of outputs"],
@@ -26,9 +27,9 @@ function numbersOf(picture) {
 
 // Asks for what came behind the newest step that is known, once a second while somebody looks.
 function useTraces(run, token) {
-  const [state, setState] = useState({ steps: [], ranks: [], error: null, attempt: null });
+  const [state, setState] = useState(NONE);
   useEffect(() => {
-    setState({ steps: [], ranks: [], error: null, attempt: null });
+    setState(NONE);
     if (!token) return undefined;
     const abort = new AbortController();
     let timer = 0;
@@ -39,12 +40,12 @@ function useTraces(run, token) {
           const after = known.newest === null ? undefined : known.newest - 1;
           const found = await get(address("api/v1/traces", { run, after }), abort.signal, { headers: { Authorization: `Bearer ${token}` } });
           const isNew = found.attempt !== known.attempt;
-          known = { attempt: found.attempt, newest: Math.max(isNew ? -1 : known.newest ?? -1, ...found.steps.map((one) => one.step)) };
+          known = { attempt: found.attempt, newest: found.attempt === null ? null : Math.max(isNew ? -1 : known.newest ?? -1, ...found.steps.map((one) => one.step)) };
           setState((before) => {
             const all = new Map((isNew ? [] : before.steps).map((one) => [`${one.step}/${one.rank}`, one]));
             for (const one of found.steps) all.set(`${one.step}/${one.rank}`, one);
             const steps = [...all.values()].sort((a, b) => a.step - b.step).filter((one) => one.step > known.newest - KEPT);
-            return { steps, ranks: found.ranks, attempt: found.attempt, error: found.problems[0] ? new Error(found.problems[0]) : null };
+            return { steps, ranks: found.ranks, attempt: found.attempt, hint: found.hint, error: found.problems[0] ? new Error(found.problems[0]) : null };
           });
         } catch (error) {
           if (abort.signal.aborted) return;
@@ -229,6 +230,7 @@ export function TensorsView({ name: run, query }) {
       <RunTabs run={run} current="Live tensors" query={query} />
       <Order run={run} token={token} onToken={setToken} />
       {!usable && <p class="notice">What a picture shows is the training data: a token is needed to see it too. One is in <code>tokens.json</code> of the daemon's state directory; it is kept for this page alone.</p>}
+      {usable && traces.hint && <p class="notice">{seen(traces.hint)}</p>}
       {usable && traces.error && <p class={traces.steps.length ? "muted" : "notice"} role="status">{seen(traces.error.message)}</p>}
       {step && (
         <>

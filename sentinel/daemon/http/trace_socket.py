@@ -142,10 +142,7 @@ class _Client:
         newest = max(self._shown.values(), default=-1)
         after = max(-1, newest - BEHIND_STEPS) if self._shown else None
         request = TraceRequest(run=self._run, after=after, shown=self._shown)
-        try:
-            found = await run_in_threadpool(self._api.traces, request)
-        except SentinelError:
-            return  # Nothing is traced yet.
+        found = await run_in_threadpool(self._api.traces, request)
         if found["attempt"] != self._attempt:
             self._attempt, self._shown = found["attempt"], {}
         for step in found["steps"]:

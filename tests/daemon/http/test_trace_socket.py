@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
-from sentinel.collect.probes.trace_writer import StepTrace, TraceWriter
 from sentinel.command import TraceTensors, WithdrawCommand
 from sentinel.control.command_files import CommandFiles
 from sentinel.daemon.http.tokens import Tokens, load_tokens
-from sentinel.trace import Compressor, TracedTensor, TraceHead
+from sentinel.trace import Compressor
 
 from ...support.serving import small_run
+from ...support.traces import TracingRank
 from ...support.waiting import wait_for
 from ..test_daemon import daemon, url
 
@@ -31,27 +30,6 @@ ASKS = {
     "type": "run_training_step", "visualization_flags": {"HiddenStates": True, "InputTokens": True},
     "compressor_config": {"type": "TileCompressor", "tiles": 4},
 }  # fmt: skip
-
-
-class Rank:
-    """A rank that traces one hidden state, one tensor that nobody asked for, and tokens, a step at a time."""
-
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        self.rank = rank
-        self.writer = TraceWriter(run_dir, 2**20, lambda *said: pytest.fail(str(said)))
-
-    def step(self, step: int) -> None:
-        picture = torch.full((1, 2, 2), 100.0 * self.rank + step)
-        picture[0, 0, 0], picture[0, 1, 1] = torch.nan, -torch.inf
-        about = {"shape": (2, 16, 32), "dtype": "float32", "compressor": Compressor(size=4)}
-        tensors = {
-            "a": TracedTensor(kind="activation", name="layers.3", **about),
-            "b": TracedTensor(kind="activation", name="layers.3.mlp.fc1", **about),
-            "c": TracedTensor(kind="tokens", name="", shape=(2, 16), dtype="int64", compressor=Compressor(name="none")),
-        }
-        head = TraceHead(run=RUN, attempt=0, rank=self.rank, step=step, time=1.0, tensors=tensors)
-        data = {"a": picture, "b": picture, "c": torch.arange(32, dtype=torch.int32).reshape(2, 16)}
-        self.writer.thread.submit(StepTrace(head, data, [], 160))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +62,7 @@ def commands(run_dir: Path) -> list[Any]:
 def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(training_run: tuple[str, Tokens, Path]) -> None:
     address, tokens, run_dir = training_run
     before = len(commands(run_dir))
-    ranks = [Rank(run_dir, rank) for rank in range(2)]
+    ranks = [TracingRank(run_dir, rank) for rank in range(2)]
     with client(address, tokens.control) as one:
         wait_for(lambda: len(commands(run_dir)) > before, timeout_s=60.0, what="an order")
         order = commands(run_dir)[before]
