@@ -28,7 +28,7 @@ MOST_KEPT = 500
 MOST_TOLD = 1000
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class RunMark(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened."""
 
     kind: str
@@ -46,7 +46,7 @@ class _Kept(msgspec.Struct, kw_only=True):
     """The last decision that was looked at when this was written."""
     attempt: int | None = None
     pack_hash: str = ""
-    marks: list[Mark] = []
+    marks: list[RunMark] = []
 
 
 class RunMarks:
@@ -57,7 +57,7 @@ class RunMarks:
         text = journal.values.get(MARKS_FACT)
         self._kept = msgspec.json.decode(text, type=_Kept) if text else _Kept()
         self._is_written = True
-        self._marks: tuple[Mark, ...] = tuple(self._kept.marks)
+        self._marks: tuple[RunMark, ...] = tuple(self._kept.marks)
 
     def take_step(self, view: StepView) -> None:
         """Take in that a step was judged: of a new attempt, or by other rules than the one before it."""
@@ -72,7 +72,7 @@ class RunMarks:
             self._add(_restart(view.attempt, view.step, view.time, words))
         if kept.pack_hash and decision.pack_hash != kept.pack_hash:
             label = f"judged by other rules from here on: pack {decision.pack_hash}"
-            self._add(Mark(kind="rules", attempt=view.attempt, step=view.step, time=view.time, label=label))
+            self._add(RunMark(kind="rules", attempt=view.attempt, step=view.step, time=view.time, label=label))
         kept.seq, kept.attempt, kept.pack_hash = decision.seq, view.attempt, decision.pack_hash
 
     def take_heartbeat(self, beat: Heartbeat, attempt: int, time: float) -> None:
@@ -82,9 +82,9 @@ class RunMarks:
         if any(one.kind == "checkpoint" and (one.attempt, one.step) == (attempt, beat.step) for one in self._marks):
             return
         label = f"a checkpoint is written at step {beat.step}"
-        self._add(Mark(kind="checkpoint", attempt=attempt, step=beat.step, time=time, label=label))
+        self._add(RunMark(kind="checkpoint", attempt=attempt, step=beat.step, time=time, label=label))
 
-    def _add(self, mark: Mark) -> None:
+    def _add(self, mark: RunMark) -> None:
         self._marks = (*self._marks[-MOST_KEPT + 1 :], mark)
         self._is_written = False
 
@@ -95,7 +95,7 @@ class RunMarks:
             self._journal.values.put(MARKS_FACT, msgspec.json.encode(self._kept).decode())
             self._is_written = True
 
-    def told(self, statuses: Iterable[CommandStatus], attempts: Iterable[tuple[int, int]]) -> list[Mark]:
+    def told(self, statuses: Iterable[CommandStatus], attempts: Iterable[tuple[int, int]]) -> list[RunMark]:
         """Return all that is known in the order of attempts and steps, at most `MOST_TOLD`, the newest. For any thread.
 
         statuses: of the run's commands. attempts: (attempt, first step) as a history has them, rising: it may know of more
@@ -108,11 +108,11 @@ class RunMarks:
         return sorted(found, key=lambda one: (one.step, one.attempt))[-MOST_TOLD:]
 
 
-def _restart(attempt: int, step: int, time: float = 0.0, words: str = "") -> Mark:
-    return Mark(kind="restart", attempt=attempt, step=step, time=time, label=f"attempt {attempt} begins{words}")
+def _restart(attempt: int, step: int, time: float = 0.0, words: str = "") -> RunMark:
+    return RunMark(kind="restart", attempt=attempt, step=step, time=time, label=f"attempt {attempt} begins{words}")
 
 
-def _of_commands(statuses: Iterable[CommandStatus]) -> list[Mark]:
+def _of_commands(statuses: Iterable[CommandStatus]) -> list[RunMark]:
     """Return a mark for each command that names a step, with what became of it."""
     found = []
     for one in statuses:
@@ -121,7 +121,7 @@ def _of_commands(statuses: Iterable[CommandStatus]) -> list[Mark]:
             continue
         why = f" ({one.reason})" if one.reason else ""
         label = f"{_ordered(command)}: {one.state}{why}"
-        found.append(Mark(kind="command", attempt=command.attempt, step=command.at_step, label=label, time=one.issued))
+        found.append(RunMark(kind="command", attempt=command.attempt, step=command.at_step, label=label, time=one.issued))
     return found
 
 

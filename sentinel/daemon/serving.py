@@ -33,7 +33,7 @@ from sentinel.daemon.live_ranks import LiveRanks, StepStart
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
-from sentinel.daemon.run_marks import Mark, RunMarks
+from sentinel.daemon.run_marks import RunMark, RunMarks
 from sentinel.daemon.run_mirrors import RunMirrors
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_retention import RunRetention
@@ -248,7 +248,7 @@ class ServedRun:
         """Return (scalar, [(attempt, step, value)]), oldest first; of all scalars when `name` is None. For any thread."""
         return self._gauges.recent(name)
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[RunMark]:
         """Return restarts, checkpoints, changes of the rules and commands, in the order of steps. For any thread."""
         return self._marks.told(self.commanding.statuses(), self._history.attempts())
 

@@ -30,7 +30,7 @@ SPARE_S = 20.0
 """Seconds beside them to start, to read what lies before the first step, and to answer; then the process is ended."""
 MOST_BYTES = 3 * 2**30
 """Address space of the process, of which Python and numpy take a quarter; a bound on memory."""
-NICENESS = 15
+NICENESS = 10
 """It runs where nobody else wants to: the judge, and a trainer on the same machine, come first."""
 _CODE = """
 import json, os, sys

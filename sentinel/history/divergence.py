@@ -73,7 +73,7 @@ class DivergedSeries(msgspec.Struct, frozen=True, kw_only=True):
     """Its deviation before; 0: the two were equal up to rounding."""
 
 
-class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+class RunDivergence(msgspec.Struct, frozen=True, kw_only=True):
     """The answer for two runs."""
 
     runs: tuple[str, str]
@@ -97,7 +97,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """Further ones in their order, at most `MOST_FOUND`."""
 
 
-def divergence_of(runs: Mapping[str, Path], statistic: str = "std") -> Divergence:
+def divergence_of(runs: Mapping[str, Path], statistic: str = "std") -> RunDivergence:
     """Return where two runs diverge. runs: two names -> directories. statistic: of tensors; scalars have their value.
 
     ConfigError for another statistic, and where the histories cannot be asked; StoreError for a run that has none.
@@ -113,13 +113,13 @@ def divergence_of(runs: Mapping[str, Path], statistic: str = "std") -> Divergenc
     first, last = max(one for one, _ in extents), min(one for _, one in extents)
     with asked_in_time(runs) as connection:
         series, num_lacking = _common_series(connection, names)
-        reading = _Reading(connection, names, series, statistic)
+        histories = _Histories(connection, names, series, statistic)
         whole = _Found(at=np.zeros(0, np.int64), num_apart=0)
         width = 1
         if series and last >= first:
             width = _width(manifests, len(series), first, last)
             begin = first // width * width
-            whole = found = reading.look(begin, last, width)
+            whole = found = histories.look(begin, last, width)
             finer = [one for one in (1, *WIDTHS) if one < width]
             while found.at.size and finer:
                 narrow = finer.pop()
@@ -128,15 +128,15 @@ def divergence_of(runs: Mapping[str, Path], statistic: str = "std") -> Divergenc
                 begin = begin // narrow * narrow
                 if any(begin_of(one, narrow) > begin for one in manifests):
                     break
-                closer = reading.look(begin, end, narrow)
+                closer = histories.look(begin, end, narrow)
                 if not closer.at.size:
                     break
                 found, width = closer, narrow
             whole = msgspec.structs.replace(found, num_apart=whole.num_apart)
-    diverged = [reading.described(whole, row) for row in whole.at.tolist()]
+    diverged = [histories.described(whole, row) for row in whole.at.tolist()]
     diverged.sort(key=lambda one: (one[0].step, one[1]))
     listed = tuple(one for one, _ in diverged)
-    return Divergence(
+    return RunDivergence(
         runs=(names[0], names[1]), statistic=statistic, first_step=first if last >= first else 0,
         last_step=last if last >= first else -1, width=width, num_series=len(series), num_lacking=num_lacking,
         num_diverged=len(listed), num_apart=whole.num_apart, first=listed[0] if listed else None,
@@ -207,7 +207,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.steps[self.at].min())
 
 
-class _Reading:
+class _Histories:
     """Reads both histories, at a width, and looks where they diverge."""
 
     def __init__(
@@ -275,7 +275,7 @@ def relative(one: Any, other: Any) -> Any:
 def diverged(values: Matrix, bad: npt.NDArray[np.bool_], kinds: Sequence[str], first: int, width: int) -> _Found:
     """Return which series diverged, and when, by the method that stands at the top of this file.
 
-    values, bad: [2, series, columns] as `_Reading` has them. kinds: of each series; what is measured every few steps alone
+    values, bad: [2, series, columns] as `_Histories` has them. kinds: of each series; what is measured every few steps alone
     is so for all of a kind. first: step of the first column; width: steps of a column.
     """
     both: npt.NDArray[np.bool_] = np.asarray(~np.isnan(values).any(axis=0))

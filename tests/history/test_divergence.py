@@ -13,7 +13,7 @@ from sentinel.errors import ConfigError, StoreError
 from sentinel.exports.series import MergedStep
 from sentinel.history import divergence
 from sentinel.history.config import HistoryConfig
-from sentinel.history.divergence import Divergence, divergence_of
+from sentinel.history.divergence import RunDivergence, divergence_of
 from sentinel.testing import BlowUp, Nan
 
 from ..support.merged_steps import FlatLayout, merged_step
@@ -55,7 +55,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_of(tmp_path_factory.mktemp("divergence") / "exact")
 
 
-def between(one: Path, other: Path) -> Divergence:
+def between(one: Path, other: Path) -> RunDivergence:
     return divergence_of({"a": one, "b": other})
 
 
@@ -118,8 +118,8 @@ def test_a_long_run_is_looked_at_in_buckets_first_and_then_step_by_step(
     other = run_of(tmp_path / "b", noise=0.02, seed=2, fault={3: (PART, 3.0)})
     monkeypatch.setattr(divergence, "MOST_ROWS_READ", 400)
     looks = []
-    look = divergence._Reading.look
-    monkeypatch.setattr(divergence._Reading, "look", lambda self, *asked: looks.append(asked) or look(self, *asked))
+    look = divergence._Histories.look
+    monkeypatch.setattr(divergence._Histories, "look", lambda self, *asked: looks.append(asked) or look(self, *asked))
 
     told = between(healthy, other)
 

@@ -62,8 +62,10 @@ class ListedRule(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def watched(self) -> str:
         """What it looks at, in words: `norm of wgrad/activation layers.*`."""
+        kinds = "every kind" if self.kind == ("*",) else "/".join(self.kind)
+        names = "" if self.names == ("*",) else f" {' '.join(self.names)}"
         groups = f", merged to {' '.join(self.aggregates)}" if self.aggregates else ""
-        return f"{'/'.join(self.statistic)} of {'/'.join(self.kind)} {' '.join(self.names)}{groups}"
+        return f"{'/'.join(self.statistic)} of {kinds}{names}{groups}"
 
 
 def check_packs(
