@@ -40,7 +40,7 @@ NS = 10**9
 @column_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object of what was read and what was not.")
 def log(log: Path, output: Path | None, columns: tuple[str, ...], header: str | None, as_json: bool) -> int:
-    """Read a LOG as a run: `sentinel serve RUN` judges it and shows its page; export, sql and replay read it.
+    """Read a LOG as a run: `sentinel serve RUN` judges it and shows its page; report, export and replay read it.
 
     A LOG is what `sentinel rules backtest` takes: CSV, JSON lines, TensorBoard's event files, an offline run of W&B
     (run-*.wandb or its directory), Neptune's Parquet, what a trainer printed. Its numbers are the logged values of one rank

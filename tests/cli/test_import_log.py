@@ -43,6 +43,8 @@ def test_it_is_judged_as_the_log_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert expected <= found and (200, "non-finite", "loss", "critical") in found
     assert {step for step, *_ in found} == {step for step, *_ in expected}, "and nothing else is said, of the rank neither"
     assert all(one.root_name.startswith("loss") for one in incidents(run_dir) if one.severity.value != "info")
+    assert run_cli(["report", str(run_dir), "-o", str(tmp_path / "report.html")]) == CLEAN
+    assert "NaN born in loss" in (tmp_path / "report.html").read_text()
 
 
 def test_other_verbs_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
