@@ -15,7 +15,7 @@ from sentinel.control.command_files import CommandFiles
 from sentinel.daemon.http.tokens import load_tokens
 
 from ..daemon.test_daemon import daemon, url
-from ..support.browser import Looked, chromium
+from ..support.browser import Looked
 from ..support.serving import small_run
 from ..support.traces import TracingRank
 from ..support.waiting import wait_for
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 RUN, EVIL = "train", "<img src=x onerror=alert(1)>layers.0"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
