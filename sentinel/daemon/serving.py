@@ -22,6 +22,7 @@ from types import MappingProxyType
 import msgspec
 
 from sentinel.daemon.alert_contexts import AlertContexts
+from sentinel.daemon.command_turns import CommandTurns
 from sentinel.daemon.commanding import Commanding
 from sentinel.daemon.commits import StepCommits
 from sentinel.daemon.config import DaemonConfig, hash_of
@@ -29,7 +30,6 @@ from sentinel.daemon.gauges import RunGauges
 from sentinel.daemon.incident_alerts import IncidentAlerts
 from sentinel.daemon.judged_acts import JudgedActs
 from sentinel.daemon.kept_packs import KeptPacks
-from sentinel.daemon.live_ranks import LiveRanks, StepStart
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.run_files import RunFiles
 from sentinel.daemon.run_history import RunHistory
@@ -60,8 +60,6 @@ from sentinel.store.trouble import journal_trouble, repair_words
 
 log = logging.getLogger("sentinel.serving")
 
-COMMANDS_S = 0.05
-"""The folder of commands is looked at so often when nothing else calls for it."""
 ESCALATION_S = 0.5
 """It is looked so often for pages that nobody has acknowledged."""
 FORGET_S = 600.0
@@ -91,10 +89,8 @@ class ServedRun:
         """Seconds since the epoch when the spool last brought something."""
         self.recent = RecentSteps()
         """The newest judged steps, for whoever asks for series."""
-        self._commands_due = self._escalation_due = 0.0
+        self._escalation_due = 0.0
         self._spool_watch = SpoolWatch(self.name, paths.run_dir)
-        self._live = LiveRanks()
-        self._step_start = StepStart()
         with contextlib.ExitStack() as opened:
             self._lock = opened.enter_context(contextlib.closing(RunLock(paths.lock_directory, f"run {paths.run_dir}")))
             with _records_in_words(paths.journal), _trouble_in_words(paths.journal):
@@ -104,6 +100,7 @@ class ServedRun:
                 self.commanding = Commanding(paths, config.control, self.journal)
                 self._packs = KeptPacks(self.journal, packs)
                 self._gauges = RunGauges(self.name, [rule.name for rule in self._packs.newest.rules])
+                self._command_turns = CommandTurns(self.commanding, self._gauges)
                 self._notices = RunNotices(self.name, self.journal)
                 self._marks = RunMarks(self.journal)
                 self._contexts = AlertContexts(
@@ -162,7 +159,9 @@ class ServedRun:
             self.mirrors.look(lambda: [one.has_left for one in known])
             if now - self.last_received > FORGET_S:
                 self.recent.clear()
-            self._command(now, is_due=has_moved)
+            heard = self._command_turns.turn(self._stages, now, time.monotonic(), is_due=has_moved)
+            if heard is not None:
+                self.status.publish(self._stages, now, heard=heard)
         return has_moved
 
     def finish(self, now: float, *, is_over: bool, deadline: float) -> bool:
@@ -317,7 +316,7 @@ class ServedRun:
             return False
         self.last_received = now
         mono = time.monotonic()
-        self._live.receive(records, mono)
+        self._command_turns.receive(records, mono)
         self._history.receive(records)
         for record in records:
             if isinstance(record.message, Ack):
@@ -386,33 +385,6 @@ class ServedRun:
         self._marks.keep()
         self._gauges.take_incidents(self._stages.judge.open_incidents)
         self._gauges.metrics.last_judged_time = time.time()
-
-    def _command(self, now: float, *, is_due: bool) -> None:
-        """Follow commands and proposals, and publish where the run stands; now and then, where it is not due."""
-        mono = time.monotonic()
-        if not is_due and mono < self._commands_due:
-            return
-        self._commands_due = mono + COMMANDS_S
-        known = self._stages.follower.incarnations.values()
-        live = self._live.now(known, mono)
-        ended = live.ended
-        at_work = [one.heartbeat.step for one in known if one.heartbeat and one.rank in ended]
-        newest_ended = max(ended.values(), default=-1)
-        newest_step = max([self._stages.assembler.newest_step, newest_ended, *at_work])
-        self._step_start.take(newest_ended, mono)
-        begun_s = self._step_start.begun_s(max(newest_step, newest_ended + 1), mono)
-        if begun_s is not None:
-            newest_step = newest_ended + 1
-        self.commanding.turn(
-            ended,
-            newest_step,
-            self._gauges.metrics.step_time_s,
-            now,
-            attempt=live.attempt,
-            in_use=live.in_use,
-            begun_s=begun_s,
-        )
-        self.status.publish(self._stages, now, heard=ended)
 
 
 @contextlib.contextmanager
