@@ -19,6 +19,7 @@ from sentinel.history.config import HistoryConfig
 from sentinel.messages import Heartbeat
 from sentinel.rules.language.listing import check_packs
 from sentinel.testing import BlowUp, LossJump, Nan
+from sentinel.testing.values import SyntheticValues
 
 from ..daemon.test_daemon import daemon, url
 from ..support.browser import Looked
@@ -73,20 +74,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four runs: one with three incidents that are over; one on its data with another fault and a restart; a hostile one
     whose last incident is open; one without steps."""
     directory = tmp_path_factory.mktemp("runs")
-    good = small_run(directory / GOOD)
-    good.plant(
-        LossJump(step=SPIKE),
-        BlowUp(step=BLOWN, module="layers.1.mlp", factor=300.0, in_gradients=0.5),
-        Nan(step=BAD, module="layers.2.attn"),
-    )
-    good.write(STEPS)
     write_hostile_run(directory / "hostile", is_skipped=False, **{"x" * 4_000: 1.0})
     small_run(directory / "no-steps")
-    again = small_run(directory / AGAIN).plant(BlowUp(step=PARTED, module="layers.1.mlp", factor=3.0, in_gradients=0.5))
-    again.write(RESTARTED)
-    again.report(0, Heartbeat(step=RESTARTED - 1, call_id=0, activity="checkpoint"))
-    again.restart(RESTARTED, attempt=1)
-    again.write(STEPS - RESTARTED)
+    scalars = SyntheticValues.scalars
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            SyntheticValues, "scalars", lambda self, place, step: {**scalars(self, place, step), "tokens": 4096.0 * step}
+        )
+        good = small_run(directory / GOOD)
+        good.plant(
+            LossJump(step=SPIKE),
+            BlowUp(step=BLOWN, module="layers.1.mlp", factor=300.0, in_gradients=0.5),
+            Nan(step=BAD, module="layers.2.attn"),
+        )
+        good.write(STEPS)
+        again = small_run(directory / AGAIN).plant(BlowUp(step=PARTED, module="layers.1.mlp", factor=3.0, in_gradients=0.5))
+        again.write(RESTARTED)
+        again.report(0, Heartbeat(step=RESTARTED - 1, call_id=0, activity="checkpoint"))
+        again.restart(RESTARTED, attempt=1)
+        again.write(STEPS - RESTARTED)
     for one in directory.iterdir():
         one.chmod(0o700)
     return directory
@@ -296,7 +302,12 @@ def test_runs_lie_over_each_other_and_where_they_diverge_is_found_and_led_to(loo
     canvas = page.locator("figure.plot canvas")
     colours = shown(lambda: (one := canvas.evaluate(COLOURS)).get("179,71,0", 0) > 50 and one, "the second run's line")
     assert colours.get("31,111,235", 0) > 50
-    assert page.get_by_label("by", exact=True).locator("option").all_inner_texts() == ["step", "time since its first step"]
+    assert page.get_by_label("by", exact=True).locator("option").all_inner_texts() == [
+        "step", "tokens", "time since its first step",
+    ]  # fmt: skip
+    page.get_by_label("by", exact=True).select_option("tokens")
+    page.get_by_text("loss over tokens").wait_for()
+    shown(lambda: canvas.evaluate(COLOURS).get("179,71,0", 0) > 50, "the second run's line, by tokens")
     page.get_by_label("by", exact=True).select_option("time")
     page.wait_for_url(re.compile("by=time"))
     page.get_by_label("value", exact=True).select_option("grad_norm")
@@ -307,6 +318,10 @@ def test_runs_lie_over_each_other_and_where_they_diverge_is_found_and_led_to(loo
     page.wait_for_url(re.compile(f"runs/{AGAIN}/layers.*from=0&to=100"))
     page.get_by_text("std of layers.1.mlp (activation)").wait_for()
     looked.go(f"/#/compare?a={GOOD}&b={GOOD}", "Choose two different runs")
+    page = looked.go(f"/#/compare?a={GOOD}&b=hostile&by=tokens", "over step")
+    page.get_by_text("only one has").wait_for()
+    options = page.get_by_label("by", exact=True).locator("option").all_inner_texts()
+    assert options == ["step", "time since its first step"], "one of them has recorded no tokens"
 
 
 def test_a_tensor_of_two_runs_is_drawn_by_its_name(looked: Looked) -> None:

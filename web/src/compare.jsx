@@ -219,6 +219,8 @@ export function CompareView({ query }) {
     const problem = one.problem?.message ?? (values[at].error && !found ? values[at].error.message : by === "tokens" && where && !placed ? "its tokens are no total that grows with the steps" : "");
     return { at, run: one.run, problem, line: found && (by === "step" || placed) ? lineOf(found, values[at].data.width, placed) : [] };
   }).filter(Boolean);
+  // A history answers one question at a time: the lines come first.
+  const isDrawn = !name || lines.every((one) => one.line.length > 0 || one.problem);
   const served = (run) => names.includes(run);
   const others = there.slice(1).filter((one) => one.run !== there[0].run && served(one.run) && served(there[0].run));
   return (
@@ -243,7 +245,7 @@ export function CompareView({ query }) {
       </form>
       {name ? <Overlay title={kind === SCALAR ? name : `${statistic} of ${name} (${kind})`} lines={lines} by={by} view={view} extent={extent} isLog={query.log === "1"} onView={(next) => set({ from: next?.[0], to: next?.[1] })} /> : <p class="muted">{kind === SCALAR ? "None of these runs has logged a value yet, or none has a history." : "Type the name of a tensor."}</p>}
       <h2>Where they diverge</h2>
-      {others.map((one) => <Divergence key={one.run} one={there[0].run} other={one.run} statistic={kind === SCALAR || !["mean", "std", "min", "max", "skew", "kurtosis"].includes(statistic) ? "std" : statistic} />)}
+      {isDrawn && others.map((one) => <Divergence key={one.run} one={there[0].run} other={one.run} statistic={kind === SCALAR || !["mean", "std", "min", "max", "skew", "kurtosis"].includes(statistic) ? "std" : statistic} />)}
       {others.length === 0 && <p class="muted">Choose two different runs.</p>}
       <details><summary>How that is told</summary><p>{METHOD}</p></details>
     </>
