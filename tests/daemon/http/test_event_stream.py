@@ -152,6 +152,7 @@ def test_a_stream_does_not_hold_up_the_end_of_the_server(caplog: pytest.LogCaptu
     [
         (b"GET /api/v1/events HTTP/1.1\r\nHost: evil.example\r\n", 421),
         (b"POST /api/v1/events HTTP/1.1\r\nHost: localhost\r\n", 405),
+        (b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\nSec-Fetch-Site: cross-site\r\n", 403),
         (b"HEAD /api/v1/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n", 200),
     ],
 )
