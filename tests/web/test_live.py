@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.daemon import Daemon
+from sentinel.history.config import HistoryConfig
 from sentinel.testing import LossJump, SyntheticRun
 
 from ..daemon.test_daemon import daemon, url
@@ -31,9 +33,9 @@ def live_run(tmp_path: Path) -> Iterator[tuple[str, SyntheticRun, Daemon]]:
     source = small_run(tmp_path / "run", pp=1, dp=1).plant(LossJump(step=50, factor=30.0))
     source.write(40)
     (tmp_path / "run").chmod(0o700)
-    with daemon(tmp_path) as one:
+    with daemon(tmp_path, DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))) as one:
         found = url(tmp_path)
-        wait_for(one.api.is_ready)
+        wait_for(lambda: one.api.is_ready() and (tmp_path / "run" / "history" / "manifest.json").is_file())
         yield found, source, one
 
 
