@@ -63,7 +63,7 @@ def served(runs: Path) -> Iterator[str]:
     config = DaemonConfig(history=HistoryConfig(enabled=True, flush_s=1.0))
     options = ServeOptions(directory=runs, config=config, http=HttpConfig(port=0), drain_s=2.0)
     one = Daemon(options, {}, io.StringIO())
-    with mock.patch("sentinel.daemon.daemon.signal.signal"):
+    with mock.patch("sentinel.daemon.loop_requests.signal.signal"):
         thread = threading.Thread(target=one.run)
         thread.start()
         try:

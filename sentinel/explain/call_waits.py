@@ -20,7 +20,7 @@ from sentinel.place import AXES, Place
 CALLS = "calls"
 """Statistic of the vector that has a call in each row: (place among the step's calls, bytes, seconds, ranks of the group,
 1 when its result was waited for)."""
-_SECONDS, _GROUP = 2, 3
+_SECONDS, _GROUP, _WAITED = 2, 3, 4
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -59,9 +59,13 @@ def call_waits(
 def _of_site(
     name: str, calls: Mapping[int, npt.NDArray[np.float64]], places: Mapping[int, Place], least_s: float
 ) -> Iterable[CallWait]:
-    whole = {rank: one for rank, one in calls.items() if one.shape[1] > _GROUP and np.isfinite(one).all()}
+    whole = {rank: one for rank, one in calls.items() if one.shape[1] > _WAITED and np.isfinite(one).all()}
     for ranks in _groups(whole, places):
-        seconds = np.stack([whole[rank][:, _SECONDS] for rank in ranks])
+        # Of a call whose wait was not seen, the seconds say nothing.
+        seen = np.stack([whole[rank][:, _WAITED] > 0 for rank in ranks]).all(axis=0)
+        if not seen.any():
+            continue
+        seconds = np.stack([whole[rank][seen, _SECONDS] for rank in ranks])
         last = seconds.argmin(axis=0)
         waited = seconds - seconds.min(axis=0)
         for at, rank in enumerate(ranks):

@@ -22,6 +22,8 @@ HEAD_BYTES = 256 * 2**10
 """Bytes of a file that are read to learn with which step it begins."""
 WINDOW_BYTES = 2**20
 """Bytes that are read at a time on the way to the step."""
+APART = 16
+"""Of so many spools that lie beside each other one is read, then the next of each."""
 _OF_STEPS = frozenset({int(FrameType.ROWS), int(FrameType.END_STEP), int(FrameType.VECTOR)})
 
 
@@ -46,9 +48,9 @@ def read_step(run_dir: Path, step: int, goes_on: Callable[[], bool] = lambda: Tr
     """
     newest: dict[int, tuple[tuple[int, float], RankStep, tuple[Vector, ...]]] = {}
     num_unread = 0
-    for folder in sorted((run_dir / "spool").glob("r*")):
-        if parse_incarnation_folder(folder.name) is None:
-            continue
+    folders = [one for one in sorted((run_dir / "spool").glob("r*")) if parse_incarnation_folder(one.name) is not None]
+    # Where time runs out some ranks of each stage are there.
+    for folder in (one for at in range(APART) for one in folders[at::APART]):
         found = _of_folder(folder, step, goes_on) if goes_on() else None
         if found is None:
             num_unread += 1

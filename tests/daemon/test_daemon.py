@@ -42,9 +42,9 @@ def write_run(directory: Path) -> None:
 
 
 @contextmanager
-def daemon(directory: Path, config: DaemonConfig | None = None) -> Iterator[Daemon]:
+def daemon(directory: Path, config: DaemonConfig | None = None, *, port: int = 0) -> Iterator[Daemon]:
     directory.chmod(0o700)
-    options = ServeOptions(directory=directory, config=config or DaemonConfig(), http=HttpConfig(port=0), drain_s=2.0)
+    options = ServeOptions(directory=directory, config=config or DaemonConfig(), http=HttpConfig(port=port), drain_s=2.0)
     one = Daemon(options, {}, io.StringIO())
     thread = threading.Thread(target=one.run)
     # Signal handlers belong to the main thread; here nobody sends signals.

@@ -23,8 +23,8 @@ def descriptors(tmp_path: Path, name: str = SITE) -> dict[int, Descriptor]:
     return {rank: msgspec.structs.replace(source.descriptor(rank), tensors=table) for rank in range(4)}
 
 
-def calls(seconds: Sequence[float], size: int) -> tuple[Vector, ...]:
-    values = np.array([[at, 100.0, one, size, 1.0] for at, one in enumerate(seconds)])
+def calls(seconds: Sequence[float], size: int, waited: float = 1.0) -> tuple[Vector, ...]:
+    values = np.array([[at, 100.0, one, size, waited] for at, one in enumerate(seconds)])
     return (
         Vector(
             tensor=0, statistic="calls", axis="call,field", dtype="<f8", shape=values.shape, values=values.tobytes()
@@ -61,8 +61,9 @@ def test_nothing_is_said_where_calls_do_not_match_or_are_messages_of_two_or_too_
     other = {rank: calls((0.1,) * (1 + rank), 4) for rank in range(4)}
     short = {rank: calls((1e-5 * rank,), 4) for rank in range(4)}
     broken = {rank: calls((float("nan"),), 4) for rank in range(4)}
+    unseen = {rank: calls((0.1 * rank,), 4, waited=0.0) for rank in range(4)}
     message = descriptors(tmp_path, "recv@train.py:3")
 
     assert call_waits(other, of_all) == call_waits(short, of_all) == call_waits(broken, of_all) == []
     assert call_waits({rank: calls((0.1 * rank,), 4) for rank in range(4)}, message) == []
-    assert call_waits({}, {}) == []
+    assert call_waits(unseen, of_all) == call_waits({}, {}) == []

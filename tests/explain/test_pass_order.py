@@ -24,7 +24,8 @@ def parts_of(run_dir: Path, **options: object) -> tuple[RankStep, ...]:
 
 @pytest.mark.parametrize(("schedule", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 2)])
 def test_the_order_of_each_rank_is_that_in_which_its_schedule_ran(tmp_path: Path, schedule: str, vpp: int) -> None:
-    parts = parts_of(tmp_path / "run", pp=4, dp=1, layers=8, schedule=schedule, vpp=vpp)
+    # Rows are written in no order, and tensors are numbered otherwise on each rank.
+    parts = parts_of(tmp_path / "run", pp=4, dp=1, layers=8, schedule=schedule, vpp=vpp, shuffle=True)
     expected = program_order(schedule, 4, vpp, 4)
 
     orders = [order_of(part) for part in parts]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.daemon import Daemon
+from sentinel.history.config import HistoryConfig
 from sentinel.testing import LossJump, SyntheticRun
 
 from ..daemon.test_daemon import daemon, url
@@ -31,9 +33,9 @@ def live_run(tmp_path: Path) -> Iterator[tuple[str, SyntheticRun, Daemon]]:
     source = small_run(tmp_path / "run", pp=1, dp=1).plant(LossJump(step=50, factor=30.0))
     source.write(40)
     (tmp_path / "run").chmod(0o700)
-    with daemon(tmp_path) as one:
+    with daemon(tmp_path, DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))) as one:
         found = url(tmp_path)
-        wait_for(one.api.is_ready)
+        wait_for(lambda: one.api.is_ready() and (tmp_path / "run" / "history" / "manifest.json").is_file())
         yield found, source, one
 
 
@@ -92,10 +94,10 @@ def test_where_it_cannot_be_told_the_page_asks_every_few_seconds(
 def test_tabs_of_one_browser_share_few_streams_and_leave_room_for_its_questions(
     browser: Browser, live_run: tuple[str, SyntheticRun, Daemon]
 ) -> None:
-    """A browser has six connections to one server: with a stream in each of seven tabs nothing would be answered."""
+    """A browser has six connections to one server: with a stream in each of many tabs nothing would be answered."""
     found, source, one = live_run
     with Looked(browser, found) as looked:
-        pages = [looked.page, *(looked.page.context.new_page() for _ in range(6))]
+        pages = [looked.page, *(looked.page.context.new_page() for _ in range(4))]
         for page in pages:
             page.goto(found)
             row(page, "39")
@@ -110,8 +112,8 @@ def test_tabs_of_one_browser_share_few_streams_and_leave_room_for_its_questions(
         wait_for(lambda: num_streams(one) == 1, "the slots of closed tabs are free again")
 
 
-def test_a_daemon_that_was_started_anew_is_followed_again(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_daemon_that_was_started_anew_is_followed_again_and_its_links_lead_to_the_same_place(
+    browser: Browser, tmp_path: Path
 ) -> None:
     source = small_run(tmp_path / "run", pp=1, dp=1)
     source.write(5)
@@ -119,16 +121,12 @@ def test_a_daemon_that_was_started_anew_is_followed_again(
     with daemon(tmp_path) as one:
         first = url(tmp_path)
         wait_for(one.api.is_ready)
-        port = int(first.rpartition(":")[2])
-        looked = Looked(browser, first)
-        page = looked.go("/#/runs/run/pipeline?step=3", "step 3")
-        wait_for(lambda: num_streams(one) == 1, OPEN)
-    (tmp_path / ".daemon" / "http.json").unlink(missing_ok=True)
-    monkeypatch.setattr("tests.daemon.test_daemon.HttpConfig", lambda port=0, _at=port: __import__(
-        "sentinel.daemon.http.config", fromlist=["HttpConfig"]).HttpConfig(port=_at))  # fmt: skip
-    with daemon(tmp_path) as again:
-        wait_for(again.api.is_ready)
-        wait_for(lambda: num_streams(again) == 1, "the stream to the new daemon", timeout_s=60.0)
-        page.reload()
-        page.get_by_text("nothing was found in it").wait_for()
-        looked._context.close()
+        with Looked(browser, first) as looked:
+            page = looked.go("/#/runs/run/pipeline?step=3", "step 3: nothing was found in it")
+            wait_for(lambda: num_streams(one) == 1, OPEN)
+            one.stop()
+            wait_for(lambda: one._http is not None and not one._http._thread.is_alive(), "the end of the first")
+            with daemon(tmp_path, port=int(first.rpartition(":")[2])) as again:
+                wait_for(lambda: num_streams(again) == 1, "the stream to the new daemon", timeout_s=60.0)
+                page.reload()
+                page.get_by_text("step 3: nothing was found in it").wait_for()

@@ -67,6 +67,7 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         patch.setattr("sentinel.ingest.liveness.MAX_LOOK_S", 0.0)
         patch.setattr("sentinel.daemon.live_ranks.LIVE_S", float("inf"))
         patch.setattr("sentinel.daemon.history_api.WAIT_S", LONG_S)
+        patch.setattr("sentinel.daemon.pipeline_api.READ_S", LONG_S)
         with daemon(runs, DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))) as one:
             found = url(runs)
 

@@ -180,6 +180,8 @@ def pipeline(request: Request) -> Response:
 
 async def events(request: Request) -> Response:
     """Return a stream that says what has changed, as long as the page is open; 503 where too many are."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return problem(403, "streams are not begun for other pages")  # One could keep all of them to itself.
     streams: EventStreams = request.app.state.streams
     return streams.begun()
 

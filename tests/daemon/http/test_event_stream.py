@@ -72,12 +72,20 @@ def test_a_page_is_told_that_all_may_have_changed_and_then_what_has(server: Http
 
 
 def test_what_changes_faster_than_it_is_told_is_one_event(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "LEAST_S", 0.5)
+    monkeypatch.setattr(event_stream, "LEAST_S", 1000.0)
     api: Any = server._api
     with Listener(server) as one:
         one.event()
-        for at in range(2, 50):
+        for at in range(2, 6):
             api.changed = {"a": RunChanges((at,), (at,))}
+            looked_at = server._streams.now if server._streams is not None else dict
+            wait_for(lambda at=at, now=looked_at: now()["a"].progress == (at,), "a look at it")
+        one.socket.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            one.event()
+        one.socket.settimeout(30.0)
+
+        monkeypatch.setattr(event_stream, "LEAST_S", 0.0)
         assert one.event() == {"progress": ["a"], "found": ["a"]}
         api.changed = {"b": RunChanges((0,), (0,))}
         assert one.event() == {"is_all": True}, "and of all those before nothing more"
@@ -152,6 +160,7 @@ def test_a_stream_does_not_hold_up_the_end_of_the_server(caplog: pytest.LogCaptu
     [
         (b"GET /api/v1/events HTTP/1.1\r\nHost: evil.example\r\n", 421),
         (b"POST /api/v1/events HTTP/1.1\r\nHost: localhost\r\n", 405),
+        (b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\nSec-Fetch-Site: cross-site\r\n", 403),
         (b"HEAD /api/v1/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n", 200),
     ],
 )
