@@ -211,7 +211,8 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ring_bytes: int = 64 * 2**20
     """Most bytes of traces that a rank keeps on disk in an attempt; past it the oldest steps go."""
     in_flight_bytes: int = 64 * 2**20
-    """Most bytes held in memory on their way to the disk; a step past it is dropped, and counted."""
+    """Most bytes held in memory on their way to the disk. A step for which earlier ones leave no room is dropped
+    and counted; of one that is larger by itself, what does not fit is left out and named."""
 
     def __post_init__(self) -> None:
         for key in ("ring_bytes", "in_flight_bytes"):

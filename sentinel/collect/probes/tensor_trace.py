@@ -25,7 +25,9 @@ from sentinel.trace import Compressor, Trace, TracedTensor, TraceHead
 CLOSE_S = 5.0
 """Most seconds that a trainer waits, when it ends, for traces on their way to the disk."""
 MOST_TENSORS = 1024
-"""Pictures of one step; a bound on launches and bytes, past which tensors are left out and named."""
+"""Pictures of one step; a bound on launches, past which tensors are left out and named."""
+MOST_NAMED = 100
+"""Tensors left out of one step that are named; further ones are counted."""
 TOKENS = Compressor(name="none")
 
 
@@ -40,10 +42,16 @@ class TensorTrace:
         self._writer = TraceWriter(context.attempt.directory, config.ring_bytes, functools.partial(_report, context))
         self._num_taken = 0
         """Bytes ever handed over; those that wait are the ones that the thread has not counted."""
+        self._num_bytes = 0
+        """Of the running step's pictures."""
+        self._is_full = False
+        """The running step has a picture for which memory has no room; it takes no further one."""
         self._num_dropped = 0
         self._tensors: dict[str, torch.Tensor] = {}
         self._traced: dict[str, TracedTensor] = {}
         self._left_out: dict[str, str] = {}
+        self._num_unnamed = 0
+        """Tensors left out of the running step beyond those."""
         self._asked: dict[str, None] = {}
         self._handles: list[Any] = []
         context.look_while("trace", lambda: bool(self._requests.standing), self._look)
@@ -100,7 +108,7 @@ class TensorTrace:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
         tokens = next((one for one in given if one.dtype in (torch.int64, torch.int32) and one.dim() >= 1), None)
         if tokens is None:
-            self._left_out["tokens"] = "the model is given no tensor of whole numbers"
+            self._leave_out("tokens", "the model is given no tensor of whole numbers")
             return
         self._asked.update(dict.fromkeys(request.command for request in asked if request.command))
         self._take("tokens", "", chunk.vpp_stage, tokens, micro_step, TOKENS)
@@ -111,20 +119,44 @@ class TensorTrace:
         while key in self._traced or key in self._left_out:
             key, again = f"{base}#{again}", again + 1
         if len(self._traced) >= MOST_TENSORS:
-            self._left_out[key] = f"more than {MOST_TENSORS} tensors of one step are asked for"
+            self._leave_out(key, f"more than {MOST_TENSORS} tensors of one step are asked for")
+            return
+        if self._is_full:
+            self._leave_out(key, self._no_room)
             return
         try:
             local = plain(tensor)
             parts = compressed(local, compressor)
         except Exception as error:
-            self._left_out[key] = f"{type(error).__name__}: {error}"[:300]
+            self._leave_out(key, f"{type(error).__name__}: {error}"[:300])
             return
+        num_bytes = sum(part.numel() * part.element_size() for part in parts.values())
+        if self._num_waiting + self._num_bytes + num_bytes > self._in_flight_bytes:
+            self._is_full = True
+            self._leave_out(key, self._no_room)
+            return
+        self._num_bytes += num_bytes
         for word, part in parts.items():
             self._tensors[f"{key}:{word}" if word else key] = _to_host(part)
         self._traced[key] = TracedTensor(
             kind=kind, name=name, chunk=chunk, micro_step=micro_step, shape=tuple(local.shape),
             dtype=str(local.dtype).removeprefix("torch."), compressor=compressor, parts=tuple(filter(None, parts)),
         )  # fmt: skip
+
+    @property
+    def _num_waiting(self) -> int:
+        """Bytes of earlier steps on their way to the disk."""
+        return self._num_taken - self._writer.thread.num_written
+
+    @property
+    def _no_room(self) -> str:
+        return f"pictures of more than trace.in_flight_bytes ({self._in_flight_bytes}) are asked for; name fewer modules"
+
+    def _leave_out(self, key: str, why: str) -> None:
+        if len(self._left_out) < MOST_NAMED:
+            self._left_out[key] = why
+        else:
+            self._num_unnamed += 1
 
     def _rewind(self, chunk: Chunk) -> None:
         """A forward raised: what it showed is forgotten."""
@@ -133,7 +165,8 @@ class TensorTrace:
             if is_its and (one.kind == "tokens" or Kind.of(one.kind) in FORWARD_KINDS):
                 del self._traced[key]
                 for word in ("", *one.parts):
-                    del self._tensors[f"{key}:{word}" if word else key]
+                    gone = self._tensors.pop(f"{key}:{word}" if word else key)
+                    self._num_bytes -= gone.numel() * gone.element_size()
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
@@ -141,14 +174,16 @@ class TensorTrace:
         """Hand the step over, or drop it where earlier ones are still on their way."""
         if not self._traced and not self._left_out:
             return
-        num_bytes = sum(one.numel() * one.element_size() for one in self._tensors.values())
-        if self._num_taken - self._writer.thread.num_written + num_bytes > self._in_flight_bytes:
+        if self._is_full and self._num_waiting:
             self._num_dropped += 1
         else:
-            self._num_taken += num_bytes
+            if self._num_unnamed:
+                self._left_out["others"] = f"{self._num_unnamed} more tensors are not shown"
+            self._num_taken += self._num_bytes
             events = events_behind(self._tensors.values())
-            self._writer.thread.submit(StepTrace(self._head(), self._tensors, events, num_bytes))
+            self._writer.thread.submit(StepTrace(self._head(), self._tensors, events, self._num_bytes))
         self._tensors, self._traced, self._left_out, self._asked = {}, {}, {}, {}
+        self._num_bytes, self._num_unnamed, self._is_full = 0, 0, False
 
     def _head(self) -> TraceHead:
         attempt = self._context.attempt

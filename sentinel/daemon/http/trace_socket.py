@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from sentinel.daemon.http.daemon_api import DaemonApi
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.tokens import Scope
-from sentinel.daemon.trace_api import TraceRequest, numbers_of
+from sentinel.daemon.trace_api import NOTHING_TRACED, TraceRequest, numbers_of
 from sentinel.daemon.trace_flags import Asked, asked_of, layer_of, update_type_of
 from sentinel.errors import SentinelError
 
@@ -35,6 +35,8 @@ SEND_S = 10.0
 LOOK_S = 0.25
 BEHIND_STEPS = 8
 """Steps by which one rank's traces may come behind another's and are still shown."""
+QUIET_S = 60.0
+"""Seconds without anything to show after which it is ordered anew, and said."""
 LEASE_STEPS = 200
 """Steps for which the ranks are asked at a time; after a daemon that died they go on so long, and no longer."""
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -100,6 +102,8 @@ class _Client:
         self._attempt = -1
         self._shown: dict[int, int] = {}
         """Rank -> the newest step of its that was shown."""
+        self._come = asyncio.get_running_loop().time()
+        """When something came last, by the clock of the loop."""
         self._has_started = False
         self._told = ""
 
@@ -110,6 +114,7 @@ class _Client:
         try:
             asked = asked_of(message)
             if self._scope >= Scope.CONTROL:
+                await self.leave()
                 await self._order(asked)
             self._asked = asked
             if self._scope < Scope.CONTROL:
@@ -118,7 +123,6 @@ class _Client:
             await self._tell(str(error))
 
     async def _order(self, asked: Asked) -> None:
-        await self.leave()
         order = {
             "kinds": list(asked.kinds), "targets": list(asked.targets), "for_steps": LEASE_STEPS, "reason": "asked for live",
             "trace": {"compressor": _builtins(asked), "tokens": asked.tokens},
@@ -142,16 +146,35 @@ class _Client:
         newest = max(self._shown.values(), default=-1)
         after = max(-1, newest - BEHIND_STEPS) if self._shown else None
         request = TraceRequest(run=self._run, after=after, shown=self._shown)
-        found = await run_in_threadpool(self._api.traces, request)
+        try:
+            found = await run_in_threadpool(self._api.traces, request)
+            await self._renew(bool(found["steps"]), found["hint"])
+        except SentinelError as error:
+            await self._tell(str(error))
+            return
         if found["attempt"] != self._attempt:
             self._attempt, self._shown = found["attempt"], {}
         for step in found["steps"]:
             if step["step"] > self._shown.get(step["rank"], -1):
                 await self._show_step(step)
                 self._shown[step["rank"]] = step["step"]
-        newest = max(self._shown.values(), default=-1)
+
+    async def _renew(self, has_come: bool, hint: str) -> None:
+        """Order anew what will be over soon, and what nobody obeys: it was missed, or meant for an attempt that ended."""
+        now = asyncio.get_running_loop().time()
+        if has_come:
+            self._come = now
         command = self._command
-        if command is not None and newest >= command["at_step"] + command["for_steps"] * 3 // 4:
+        if command is None or self._asked is None:
+            return
+        newest = max(self._shown.values(), default=-1)
+        if now - self._come > QUIET_S:
+            self._come = now
+            await self._tell(f"nothing came for {QUIET_S:g} s, it is ordered anew: {hint or NOTHING_TRACED}")
+            await self.leave()
+            await self._order(self._asked)
+        elif newest >= command["at_step"] + command["for_steps"] * 3 // 4:
+            # The former one ends by itself: both ask for the same, of which one picture is made.
             await self._order(self._asked)
 
     async def _show_step(self, step: dict[str, Any]) -> None:

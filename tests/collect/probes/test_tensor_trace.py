@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sentinel
-from sentinel.collect.probes import compression, trace_writer
+from sentinel.collect.probes import compression, tensor_trace, trace_writer
 from sentinel.control.commands import RunCommands
 from sentinel.errors import ConfigError, WireError
 from sentinel.trace import AS_TILES, SIZES, Compressor, Trace, TracedStep, check_compressor, read_trace, trace_paths
@@ -43,9 +43,11 @@ class Attentive(torch.nn.Module):
 class Training:
     """A tiny run on tokens; `watched` modules' outputs are kept as they were."""
 
-    def __init__(self, config: dict[str, Any] | None) -> None:
+    def __init__(self, config: dict[str, Any] | None, extra: int = 0) -> None:
+        """extra: so many linear modules besides, of 640 KB each, which nobody calls."""
         torch.manual_seed(0)
         self.model = Attentive()
+        self.model.extra = torch.nn.ModuleList(torch.nn.Linear(400, 400) for _ in range(extra))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
         self.monitor = None if config is None else sentinel.attach(self.model, self.optimizer, config)
         self.losses: list[float] = []
@@ -204,6 +206,24 @@ def test_a_disk_that_hangs_drops_steps_and_counts_them(run: Path, monkeypatch: p
     last = read_trace(trace_paths(run)[-1].path).head
     assert 0 < last.num_dropped < 60
     assert len(trace_paths(run)) + last.num_dropped == last.step - 1
+
+
+def test_a_step_that_is_larger_than_memory_allows_shows_what_fits_and_names_the_rest(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_trace, "MOST_NAMED", 3)
+    training = Training(ALLOWED | {"trace": {"in_flight_bytes": 2**20}}, extra=4).steps(1)
+    order(run, Trace(compressor=Compressor(name="none")), kinds=("param",), for_steps=1)
+    answered(run)
+    training.steps(3).end()
+
+    [step] = [read_trace(one.path) for one in trace_paths(run)]
+    num_bytes = sum(one.nbytes for one in step.tensors.values())
+    assert 0 < num_bytes <= 2**20 and step.head.num_dropped == 0 and step.tensors
+    *named, (others, rest) = step.head.left_out.items()
+    assert len(named) == 3 and all("in_flight_bytes" in why for _, why in named)
+    num_params = len(list(training.model.parameters()))
+    assert (others, rest) == ("others", f"{num_params - len(step.tensors) - 3} more tensors are not shown")
 
 
 def test_torn_and_foreign_files_are_told(run: Path) -> None:

@@ -16,6 +16,7 @@ from websockets.typing import Origin
 
 from sentinel.command import TraceTensors, WithdrawCommand
 from sentinel.control.command_files import CommandFiles
+from sentinel.daemon.http import trace_socket
 from sentinel.daemon.http.tokens import Tokens, load_tokens
 from sentinel.trace import Compressor
 
@@ -97,6 +98,28 @@ def test_who_only_reads_orders_nothing(training_run: tuple[str, Tokens, Path]) -
         one.send(json.dumps({**ASKS, "compressor_config": {"type": "__import__('os')"}}))
         assert "compressor_config" in problem(one)
     assert len(commands(run_dir)) == before
+
+
+def test_a_run_that_is_not_there_is_told_to_who_only_reads_too(training_run: tuple[str, Tokens, Path]) -> None:
+    address, tokens, _ = training_run
+    for token in (str(tokens.read), str(tokens.control)):
+        with client(address, token, run="trian") as one:
+            while "trian" not in (said := problem(one)):
+                assert "reads only" in said
+
+
+def test_what_nobody_obeys_is_ordered_anew_and_said(
+    training_run: tuple[str, Tokens, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, tokens, run_dir = training_run
+    monkeypatch.setattr(trace_socket, "QUIET_S", 0.5)
+    before = len(commands(run_dir))
+    with client(address, str(tokens.control)) as one:
+        assert "nothing came" in (said := problem(one)) and "allow_commands" in said
+        wait_for(lambda: len(commands(run_dir)) >= before + 3, "the order, its withdrawal, and the next order")
+        first, withdrawn, second = commands(run_dir)[before : before + 3]
+    assert isinstance(first, TraceTensors) and isinstance(second, TraceTensors)
+    assert isinstance(withdrawn, WithdrawCommand) and withdrawn.withdraws == first.id
 
 
 @pytest.mark.parametrize("first", [{}, {"token": "x" * 32}, {"token": None}, []])
