@@ -14,8 +14,6 @@ from urllib.parse import quote
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from sentinel.daemon.config import DaemonConfig
-from sentinel.history.config import HistoryConfig
 from sentinel.messages import Heartbeat
 from sentinel.rules.language.listing import check_packs
 from sentinel.testing import BlowUp, LossJump, Nan
@@ -26,6 +24,7 @@ from ..support.browser import Looked
 from ..support.hostile_run import write_hostile_run
 from ..support.serving import small_run
 from ..support.waiting import wait_for
+from .shown_runs import LONG_S, shown_runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -34,7 +33,6 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 GOOD = "llama-7b"
 STEPS = 160
-WITH_HISTORY = DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))
 SPIKE, BLOWN, BAD = 60, 90, 130
 """Steps at which the loss jumps, an activation is 300 times as large, and a NaN is born."""
 AGAIN = "mistral-7b"
@@ -64,8 +62,6 @@ VIEWS = {
     "/#/search?q=attn": "Tensors",
 }
 """Address of a view -> a text that stands there once it is whole."""
-LONG_S = 60.0
-"""Longest time for what the page and the daemon do on a machine on which much else runs."""
 shown = functools.partial(wait_for, timeout_s=LONG_S, interval_s=0.1)
 
 
@@ -93,29 +89,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         again.report(0, Heartbeat(step=RESTARTED - 1, call_id=0, activity="checkpoint"))
         again.restart(RESTARTED, attempt=1)
         again.write(STEPS - RESTARTED)
-    for one in directory.iterdir():
-        one.chmod(0o700)
     return directory
 
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
     """The daemon's, once all is judged and in the histories."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Nobody writes on, and however long the tests take no rank falls silent: that would end what is open, rules or none.
-        patch.setattr("sentinel.ingest.liveness.MAX_LOOK_S", 0.0)
-        patch.setattr("sentinel.daemon.live_ranks.LIVE_S", float("inf"))
-        # A question that waits for another one is answered late; where it is refused the browser complains.
-        patch.setattr("sentinel.daemon.history_api.WAIT_S", LONG_S)
-        with daemon(runs, WITH_HISTORY) as one:
-            found = url(runs)
-
-            def last_steps() -> list[int]:
-                asked = (f"{found}/api/v1/history?run={name}" for name in (GOOD, AGAIN, "hostile"))
-                return [json.load(urllib.request.urlopen(path, timeout=LONG_S))["last_step"] for path in asked]
-
-            shown(lambda: one.api.is_ready() and last_steps() == [STEPS - 1, STEPS - 1, 11], "the histories")
-            yield found
+    with shown_runs(runs, {GOOD: STEPS - 1, AGAIN: STEPS - 1, "hostile": 11}) as found:
+        yield found
 
 
 def incident_ids(address: str) -> dict[str, str]:
@@ -143,10 +124,12 @@ def test_a_run_shows_what_it_logs_with_incidents_on_it_and_zooms(looked: Looked)
     plots = page.locator("figure.plot")
     loss = plots.first
     marks = loss.locator("a.mark")
-    shown(lambda: marks.count() == 3 and plots.count() == 4, "marks of the incidents, and the time of steps")
+    # What the daemon's memory has is drawn first; the history adds to it, and the time of steps.
+    names = ["loss", "grad_norm", "lr", "step"]
+    shown(lambda: [one.split()[0] for one in plots.locator("figcaption").all_inner_texts()] == names, "the plots in order")
+    shown(lambda: marks.count() == 3, "marks of the incidents")
     loss.get_by_text("not finite in 1 step").wait_for()
 
-    assert [one.split()[0] for one in plots.locator("figcaption").all_inner_texts()] == ["loss", "grad_norm", "lr", "step"]
     assert f"step {BAD}" in str(marks.last.get_attribute("title")) + str(marks.first.get_attribute("title"))
 
     box = loss.locator(".u-over").bounding_box()

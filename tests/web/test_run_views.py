@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from sentinel.daemon.config import DaemonConfig
-from sentinel.history.config import HistoryConfig
 from sentinel.testing import Nan
 
-from ..daemon.test_daemon import daemon, url
 from ..support.browser import Looked
 from ..support.expert_run import IDLE_EXPERT, expert_run, write_with_vectors
 from ..support.hostile_run import EVIL, write_hostile_run
 from ..support.waiting import wait_for
+from .shown_runs import LONG_S, shown_runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -30,9 +28,6 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 RUN, HOSTILE = "moe-1f1b", "hostile"
 STEPS, BAD, MICRO_STEP = 40, 30, 2
-WITH_HISTORY = DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))
-LONG_S = 60.0
-"""Longest time for what the page and the daemon do on a machine on which much else runs."""
 shown = functools.partial(wait_for, timeout_s=LONG_S, interval_s=0.1)
 
 
@@ -46,27 +41,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.plant(Nan(step=BAD, module="layers.1.attn", micro_step=MICRO_STEP))
     write_with_vectors(source, STEPS)
     write_hostile_run(directory / HOSTILE, is_skipped=False)
-    for one in directory.iterdir():
-        one.chmod(0o700)
     return directory
 
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
     """The daemon's, once all is judged and in the histories."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sentinel.ingest.liveness.MAX_LOOK_S", 0.0)
-        patch.setattr("sentinel.daemon.live_ranks.LIVE_S", float("inf"))
-        patch.setattr("sentinel.daemon.history_api.WAIT_S", LONG_S)
-        with daemon(runs, WITH_HISTORY) as one:
-            found = url(runs)
-
-            def last_steps() -> list[int]:
-                asked = (f"{found}/api/v1/history?run={name}" for name in (RUN, HOSTILE))
-                return [json.load(urllib.request.urlopen(path, timeout=LONG_S))["last_step"] for path in asked]
-
-            shown(lambda: one.api.is_ready() and last_steps() == [STEPS - 1, 11], "the histories")
-            yield found
+    with shown_runs(runs, {RUN: STEPS - 1, HOSTILE: 11}) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

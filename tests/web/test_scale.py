@@ -11,20 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from sentinel.daemon.config import DaemonConfig
-from sentinel.history.config import HistoryConfig
-
-from ..daemon.test_daemon import daemon, url
 from ..support.browser import Looked
 from ..support.large_run import BAD, write_deep_run, write_wide_run
 from ..support.waiting import wait_for
+from .shown_runs import LONG_S, shown_runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-LONG_S = 300.0
 """Longest time for what the daemon does on a machine on which much else runs."""
 MOST_NODES = 6000
 """Nodes of a page at once; what is drawn on a canvas is none."""
@@ -61,24 +57,12 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     runs = tmp_path_factory.mktemp("runs")
     write_wide_run(runs / "wide", num_ranks=scale.ranks, num_scalars=scale.series, num_incidents=scale.incidents)
     write_deep_run(runs / "deep", num_tensors=scale.series)
-    for one in runs.iterdir():
-        one.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sentinel.ingest.liveness.MAX_LOOK_S", 0.0)
-        patch.setattr("sentinel.daemon.live_ranks.LIVE_S", float("inf"))
-        patch.setattr("sentinel.daemon.history_api.WAIT_S", LONG_S)
         patch.setattr("sentinel.daemon.pipeline_api.READ_S", LONG_S)
-        with daemon(runs, DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))) as one:
-            found = url(runs)
-
-            def answer(path: str) -> dict[str, object]:
-                with urllib.request.urlopen(f"{found}/api/v1/{path}", timeout=LONG_S) as read:
-                    told: dict[str, object] = json.load(read)
-                return told
-
-            shown(lambda: one.api.is_ready() and answer("history?run=deep")["last_step"] == 9, "the history")
-            incidents = answer("incidents?run=wide&limit=1000")["incidents"]
-            assert isinstance(incidents, list) and len(incidents) >= scale.incidents
+        with shown_runs(runs, {"deep": 9}) as found:
+            with urllib.request.urlopen(f"{found}/api/v1/incidents?run=wide&limit=1000", timeout=LONG_S) as answer:
+                incidents = json.load(answer)["incidents"]
+            assert len(incidents) >= scale.incidents
             born = next(one["id"] for one in incidents if "born" in one["title"])
             yield Served(found, scale, born)
 
