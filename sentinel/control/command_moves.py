@@ -55,7 +55,8 @@ def next_move(status: CommandStatus, ended: Mapping[int, int], now: float, expir
         failed = sorted(rank for rank, answer in acks.items() if answer in ("missed", "refused"))
         if failed:
             # A rank that was armed and yet missed its step: the others go on.
-            return Move("partial", f"too late on {_ranks(failed)}")
+            has_missed = any(acks[rank] == "missed" for rank in failed)
+            return Move("partial", f"too late on {_ranks(failed)}", is_late=has_missed)
         return Move("applied") if live and len(set(obeying)) == len(live) else None
     if status.state in ("applied", "partial") and live:
         if not isinstance(command, (EnableMonitoring, DumpTensors, TraceTensors)):
@@ -115,7 +116,7 @@ def _of_issued(
         reason = ", ".join(words)
         # What is to stop is not kept running everywhere because one rank will stop later.
         if obeying or isinstance(command, DisableMonitoring):
-            return Move("partial", reason)
+            return Move("partial", reason, is_late=bool(late))
         return Move("withdrawn", reason, is_withdrawn=True, is_late=bool(late)) if late or not silent else None
     if abs(now - status.issued) > expires_s:
         return Move("expired", f"not answered within {expires_s:g} s", is_withdrawn=True)

@@ -31,7 +31,7 @@ class CommandStatus(msgspec.Struct, kw_only=True):
     reason: str = ""
     """Why it is in this state, for people."""
     is_late: bool = False
-    """It was withdrawn because a rank had passed its step before reading it."""
+    """A rank had passed its step before reading it: it was withdrawn, or some ranks alone obey."""
     overdue_since: float | None = None
     """When the first rank was seen past its step while another had not answered."""
 

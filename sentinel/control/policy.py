@@ -197,7 +197,10 @@ class Escalator:
                 self._note_latency(max(now - status.issued, 0.0))
             if status.state in ("ended", "withdrawn", "expired", "refused"):
                 self._quieten(command, origin, now)
-            if status.state == "withdrawn" and origin is not None and status.is_late:
+            # Of monitoring that some ranks began, those that came too late may be the ones that matter. What a trainer is
+            # asked for is not asked twice.
+            is_partial = status.state == "partial" and not isinstance(command, RequestAction)
+            if (status.state == "withdrawn" or is_partial) and origin is not None and status.is_late:
                 self._note_latency(min(self.latency_s * 2.0, MAX_LATENCY_S) / LATENCY_MARGIN)
                 if origin.num_reissues < MAX_REISSUES:
                     state.again.append(msgspec.structs.replace(origin, num_reissues=origin.num_reissues + 1))

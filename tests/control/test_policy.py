@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from sentinel.anomaly import Severity
+from sentinel.command import RequestAction
 from sentinel.control.commands import RunCommands
 from sentinel.control.config import ControlConfig, PolicyConfig
 from sentinel.control.policy import Escalator, first_step
@@ -196,6 +197,35 @@ def test_a_command_that_came_too_late_is_issued_anew_with_more_time(tmp_path):
     bench.answer(issued[0], "armed")
     assert bench.tick({0: 46}) == []
     assert bench.run_commands.audit.counts["withdrawn"] == 1
+
+
+@pytest.mark.parametrize("first_answers", [("armed", "missed"), ("applied", "missed")])
+def test_monitoring_that_one_rank_was_too_late_for_is_issued_anew_for_all(tmp_path, first_answers):
+    """The rank that came too late may be the one that is ill, and nothing of it would be seen."""
+    bench = Bench(tmp_path)
+    first = bench.consider(ranks=(0, 1))
+    for rank, answer in enumerate(first_answers):
+        bench.answer(first, answer, rank)
+
+    issued = bench.tick({0: 42, 1: 42})
+
+    assert bench.run_commands.known.get(first.id).state == "partial"
+    assert [(one.ranks, one.at_step) for one in issued] == [((0, 1), first_step(42, 0.1, 0.2))]
+    for rank in (0, 1):
+        bench.answer(issued[0], "armed", rank)
+    for step in range(43, 70):
+        assert bench.tick({0: step, 1: step}) == []
+    assert bench.run_commands.known.get(issued[0].id).state in ("applied", "ended")
+
+
+def test_what_a_trainer_is_asked_for_is_never_asked_twice(tmp_path):
+    bench = Bench(tmp_path, policies=(PolicyConfig(name="save", action="checkpoint"),))
+    first = bench.consider(ranks=(0, 1))
+    assert isinstance(first, RequestAction)
+    bench.answer(first, "applied", 0)
+    bench.answer(first, "missed", 1)
+
+    assert bench.tick({0: 42, 1: 42}) == []
 
 
 def test_reissues_end(tmp_path):

@@ -7,7 +7,7 @@ from sentinel.collect.schedule.command_inbox import CommandInbox
 from sentinel.collect.schedule.plan import Plan
 from sentinel.control.commands import RunCommands
 from sentinel.control.config import ControlConfig
-from sentinel.control.policy import Escalator
+from sentinel.control.policy import MAX_REISSUES, Escalator
 from sentinel.control.proposal import Proposal, RuleAlarm, propose
 from sentinel.monitor_config import MonitorConfig
 from sentinel.place import Place
@@ -133,16 +133,30 @@ def test_late_command_is_withdrawn_and_its_successor_is_obeyed_at_one_step(tmp_p
     assert run.escalator.latency_s == pytest.approx(0.3)
 
 
-def test_a_rank_that_is_deaf_leaves_a_partial_command(tmp_path):
+def test_a_rank_that_is_deaf_leaves_a_partial_command_and_is_not_asked_for_ever(tmp_path):
+    run = Run(tmp_path, [50, 50, 50, 50])
+
+    command = run.escalate()
+    run.train(200, deaf=(3,))
+
+    assert run.run_commands.audit.counts["partial"] == 1 + MAX_REISSUES
+    measured = run.ranks[2].measured
+    assert measured[:20] == list(range(command.at_step, command.at_step + 20))
+    assert len(set(measured)) <= 20 * (1 + MAX_REISSUES)
+    assert run.ranks[3].measured == []
+
+
+def test_a_rank_that_was_deaf_for_a_while_is_measured_as_soon_as_it_hears(tmp_path):
     run = Run(tmp_path, [50, 50, 50, 50])
 
     command = run.escalate()
     run.train(10, deaf=(3,))
-    run.train(30)
+    run.train(60)
 
-    assert run.run_commands.audit.counts["partial"] == 1
-    assert run.ranks[2].measured == list(range(command.at_step, command.at_step + 20))
-    assert run.ranks[3].measured == []
+    [first, *_] = run.ranks[3].measured
+    assert command.at_step < first < command.at_step + 30
+    assert run.ranks[3].measured == list(range(first, first + 20))
+    assert set(range(command.at_step, first + 20)) == set(run.ranks[2].measured)
 
 
 def test_a_fault_that_comes_back_is_seen_with_monitoring_on(tmp_path):
