@@ -121,6 +121,7 @@ def held(run: str, run_dir: Path, find: str = "", limit: int = 200) -> dict[str,
         "kinds": {kind: num for kind, num in kinds.items() if kind != SCALAR},
         "statistics": list(OF_BUCKETS),
         "scalars": [one for one in series if one["kind"] == SCALAR][:limit],
+        "num_scalars": kinds.get(SCALAR, 0),
         "tensors": found[:limit],
         "num_tensors": len(found),
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 
 @contextlib.contextmanager
@@ -41,9 +41,13 @@ class Looked:
         self.page.add_init_script(
             "addEventListener('securitypolicyviolation', (one) => console.error('policy: ' + one.violatedDirective))"
         )
-        self.page.on("console", lambda one: one.type in ("error", "warning") and self.complaints.append(one.text))
+        self.page.on("console", self._said)
         self.page.on("pageerror", lambda one: self.complaints.append(f"page error: {one}"))
         self.page.on("dialog", lambda one: (self.complaints.append(f"dialog: {one.message}"), one.dismiss()))
+
+    def _said(self, one: ConsoleMessage) -> None:
+        if one.type in ("error", "warning"):
+            self.complaints.append(f"{one.text} ({one.location.get('url')})")
 
     def __enter__(self) -> Looked:
         return self

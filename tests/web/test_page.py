@@ -224,6 +224,7 @@ def test_a_hostile_run_is_shown_with_everything_escaped_and_nothing_of_it_runs(l
     page = looked.go("/#/runs/hostile/rules", "Rules in force")
     page.get_by_text("forged line").first.wait_for()
     page = looked.go(f"/#/compare?a=hostile&b={GOOD}&series={quote('<img src=x onerror=alert(1)>')}", "Where they diverge")
+    shown(lambda: page.get_by_text("it has logged no value of this name").count() == 2, "that neither run has the value")
     page = looked.go(f"/#/search?q={quote('<script>')}", "Tensors")
     page.locator("ul.tensors").get_by_role("link", name=re.compile("forged line")).first.click()
     page.get_by_text("What stands out").wait_for()

@@ -22,9 +22,12 @@ function useRun(run) {
   return { run, held: held.data, problem: held.error };
 }
 
+// Whether a run is known not to have what is asked of it: it is not asked.
+const lacks = ({ held }, asked) => asked.kind === SCALAR && held.scalars.length === held.num_scalars && !held.scalars.some((one) => one.name === asked.name);
+
 function useValues(one, asked) {
-  const url = one.run && one.held ? address("api/v1/history/series", { run: one.run, ...asked }) : null;
-  return useAnswer(asked ? url : null, asked?.to ? 0 : 10_000, true);
+  const url = one.run && one.held && asked && !lacks(one, asked) ? address("api/v1/history/series", { run: one.run, ...asked }) : null;
+  return useAnswer(url, asked?.to ? 0 : 10_000, true);
 }
 
 const tokensOf = (held) => held?.scalars.find((one) => TOKENS.test(one.name))?.name;
@@ -213,10 +216,11 @@ export function CompareView({ query }) {
 
   const lines = runs.map((one, at) => {
     if (!one.run) return null;
-    const found = values[at].data?.series.find((series) => series.name === name);
+    const isLacking = asked && one.held && lacks(one, asked);
+    const found = isLacking ? undefined : values[at].data?.series.find((series) => series.name === name);
     const where = places[at].data?.series[0];
     const placed = by === "step" ? null : where && placesOf(where, places[at].data.width);
-    const problem = one.problem?.message ?? (values[at].error && !found ? values[at].error.message : by === "tokens" && where && !placed ? "its tokens are no total that grows with the steps" : "");
+    const problem = one.problem?.message ?? (isLacking ? "it has logged no value of this name" : values[at].error && !found ? values[at].error.message : by === "tokens" && where && !placed ? "its tokens are no total that grows with the steps" : "");
     return { at, run: one.run, problem, line: found && (by === "step" || placed) ? lineOf(found, values[at].data.width, placed) : [] };
   }).filter(Boolean);
   // A history answers one question at a time: the lines come first.
