@@ -6,25 +6,18 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
-
-import msgspec
 
 from sentinel.control.acts import ActRequest, leave_act
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.daemon_health import DaemonHealth
-from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
-from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable, UnknownRun
+from sentinel.daemon.http.daemon_api import ShownIncident, Unavailable
 from sentinel.daemon.journal_api import JournalQueries
 from sentinel.daemon.meters import DaemonMeters
 from sentinel.daemon.notifying import Notifying
-from sentinel.daemon.pipeline_api import PipelineQueries, PipelineRequest
-from sentinel.daemon.rules_api import RuleQueries, WhatIfRequest
 from sentinel.daemon.run_status import RunChanges
-from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
+from sentinel.daemon.served_questions import ServedQuestions, chosen
 from sentinel.daemon.serving import ServedRun
-from sentinel.daemon.trace_api import TraceRequest, traced
 from sentinel.errors import StoreError
 from sentinel.judge.packs import RulePacks
 from sentinel.report.links import NO_LINKS
@@ -63,8 +56,7 @@ class ServedApi:
         self._started = time.time()
         self._reload_done = threading.Event()
         self._collector = MetricsCollector(self._snapshot)
-        self._series, self._history, self._pipeline = SeriesQueries(), HistoryQueries(), PipelineQueries()
-        self._rules = RuleQueries(packs)
+        self.questions = ServedQuestions(self.state, packs, config)
 
     # Called by the loop.
 
@@ -93,81 +85,32 @@ class ServedApi:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return one object a run."""
-        return [run.status.describe() for _, run in sorted(self._runs.items())]
+        return [run.status.describe() for _, run in sorted(self.state.runs.items())]
 
     def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
         """Return the newest anomalies as lines of JSON, newest first; of all runs when `run` is None."""
-        return self._journals.anomalies(self._chosen(run), limit=limit, before=before, step=step)
+        return self._journals.anomalies(chosen(self.state.runs, run), limit=limit, before=before, step=step)
 
     def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
         """Return the newest revision of each incident as lines of JSON."""
-        return self._journals.incidents(self._chosen(run), limit=limit, is_open=is_open)
+        return self._journals.incidents(chosen(self.state.runs, run), limit=limit, is_open=is_open)
 
     def incident(self, run: str | None, incident: str) -> ShownIncident:
         """Return an incident, open or over, from the journal of its run."""
         where = f'run "{run[:200]}"' if run is not None else "the runs that are served here"
-        return self._journals.incident(self._chosen(run), incident, where, self.links)
-
-    def series(self, request: SeriesRequest) -> dict[str, Any]:
-        """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
-        return self._series.answer(self._chosen(request.run), request)
-
-    def history(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return what the history of a run holds."""
-        return self._history.held(self._run_dir(request.run), request)
-
-    def history_series(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return single series over steps, out of the history."""
-        return self._history.series(self._run_dir(request.run), request)
-
-    def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return one statistic of many tensors over steps, out of the history."""
-        return self._history.heatmap(self._run_dir(request.run), request)
-
-    def traces(self, request: TraceRequest) -> dict[str, Any]:
-        """Return pictures of tensors that the ranks of a run have made."""
-        return traced(self._run_dir(request.run), request)
-
-    def vectors(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return the value of each expert, or of each head, over steps, out of the history."""
-        return self._history.vectors(self._run_dir(request.run), request)
-
-    def pipeline(self, request: PipelineRequest) -> dict[str, Any]:
-        """Return a step as its ranks ran it, with what was found in it in the causal order."""
-        [one] = self._chosen(request.run)
-        return self._pipeline.answer(one, request, one.status.metrics().judged_step)
+        return self._journals.incident(chosen(self.state.runs, run), incident, where, self.links)
 
     def changes(self) -> dict[str, RunChanges]:
         """Return run -> numbers that are others once something of it is."""
-        return {name: run.status.changes() for name, run in self._runs.items()}
-
-    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
-        """Return where two runs diverge, out of their histories."""
-        return self._history.divergence({run: self._run_dir(run) for run in runs}, statistic)
-
-    def rules(self, run: str) -> dict[str, Any]:
-        """Return the rules in force, and what each said of a run."""
-        [one] = self._chosen(run)
-        return self._rules.rules(one)
-
-    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
-        """Return what a rule with other numbers would have said of a run."""
-        [one] = self._chosen(request.run)
-        return self._rules.what_if(one, request, self._config.config.judging)
-
-    def marks(self, run: str) -> list[dict[str, Any]]:
-        """Return what happened to a run beside its values, each at its step."""
-        [one] = self._chosen(run)
-        marks: list[dict[str, Any]] = msgspec.to_builtins(one.marks())
-        return marks
+        return {name: run.status.changes() for name, run in self.state.runs.items()}
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the audit, newest first."""
-        return self._journals.audit(self._chosen(run), limit=limit)
+        return self._journals.audit(chosen(self.state.runs, run), limit=limit)
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do `enable` or `disable` in a run."""
-        [one] = self._chosen(run)
+        [one] = chosen(self.state.runs, run)
         try:
             return one.commanding.order(action, request, time.time())
         except (StoreError, sqlite3.Error) as error:
@@ -175,7 +118,7 @@ class ServedApi:
 
     def act(self, run: str, request: ActRequest) -> dict[str, Any]:
         """Leave what a person does about an incident of a run for its judge."""
-        [one] = self._chosen(run)
+        [one] = chosen(self.state.runs, run)
         act = request.begun(time.time())
         try:
             leave_act(one.paths.run_dir, act)
@@ -226,22 +169,6 @@ class ServedApi:
 
     # Inside.
 
-    @property
-    def _runs(self) -> Mapping[str, ServedRun]:
-        return self.state.runs
-
-    def _chosen(self, run: str | None) -> list[ServedRun]:
-        if run is None:
-            return [one for _, one in sorted(self._runs.items())]
-        if run not in self._runs:
-            known = ", ".join(sorted(self._runs)[:20]) or "none"
-            raise UnknownRun(f'run "{run[:200]}": expected one that is served here; known: {known}')
-        return [self._runs[run]]
-
-    def _run_dir(self, run: str) -> Path:
-        [one] = self._chosen(run)
-        return one.paths.run_dir
-
     def _snapshot(self) -> MetricsSnapshot:
         workers, packs, config, beat = self._notifying.notifier.workers, self._packs, self._config, self.state.heartbeat
         stages = self._meters.stages.read()
@@ -249,7 +176,7 @@ class ServedApi:
             sum(worker.sending_s for worker in workers.values()), sum(worker.num_requests for worker in workers.values())
         )  # fmt: skip
         return MetricsSnapshot(
-            runs=tuple(run.status.metrics() for run in self._runs.values()),
+            runs=tuple(run.status.metrics() for run in self.state.runs.values()),
             start_time=self._started,
             is_standby=self.state.is_standby,
             num_problems=len(self.state.problems()),
@@ -267,7 +194,7 @@ class ServedApi:
             reload_times={"rules": packs.loaded_at or self._started, "config": config.loaded_at},
             reload_failures=frozenset(what for what, one in (("rules", packs), ("config", config)) if one.problem),
             config_hashes={"rules": packs.pack_hash, "config": config.config_hash},
-            mirrors=_of_all_runs(self._runs.values()),
+            mirrors=_of_all_runs(self.state.runs.values()),
             stages=stages,
             judge_lag=self._meters.judge_lag.read(),
             disks=self._meters.disks,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from sentinel.control.acts import ActRequest
-from sentinel.daemon.history_api import HistoryRequest
-from sentinel.daemon.pipeline_api import PipelineRequest
-from sentinel.daemon.rules_api import WhatIfRequest
+from sentinel.daemon.http.run_questions import RunQuestions
 from sentinel.daemon.run_status import RunChanges
-from sentinel.daemon.series_api import SeriesRequest
-from sentinel.daemon.trace_api import TraceRequest
 from sentinel.errors import SentinelError
 from sentinel.incident import Incident
 from sentinel.report.alert_context import AlertContext
@@ -50,6 +46,11 @@ class Unavailable(SentinelError):
 class DaemonApi(Protocol):
     """What can be asked of a daemon. Every method may be called from any thread and returns at once."""
 
+    @property
+    def questions(self) -> RunQuestions:
+        """What is asked of what the runs have measured; only there an answer may take seconds."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """Return {"status": "ok" | "degraded" | "standby" | "stopping" | "stuck", "problems": [...], "standby_of": [...],
         "version": ...}. standby_of: the processes that serve runs in our place."""
@@ -76,67 +77,8 @@ class DaemonApi(Protocol):
         """Return an incident, open or over. UnknownRun; UnknownIncident where none, or several runs, have one of this id."""
         ...
 
-    def series(self, request: SeriesRequest) -> dict[str, Any]:
-        """Return {"series": [{"run", "name", "kind", "statistic", "points": [[attempt, step, value], ...]}, ...], ...}.
-
-        The one method that may take seconds, when steps are asked for that only the spool has; Busy when it cannot now.
-        """
-        ...
-
-    def history(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return what the history of a run holds: steps, kinds, statistics, scalars and tensors.
-
-        Like the two below it may take seconds. UnknownRun; SentinelError where there is no history, or DuckDB is not
-        installed; Busy while another one is asked.
-        """
-        ...
-
-    def history_series(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return single series in columns of steps: least, greatest, mean, last, and what was not finite."""
-        ...
-
-    def heatmap(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return one statistic of many tensors over steps."""
-        ...
-
-    def traces(self, request: TraceRequest) -> dict[str, Any]:
-        """Return pictures of tensors that the ranks of a run have made: see `trace_api.traced`."""
-        ...
-
-    def vectors(self, request: HistoryRequest) -> dict[str, Any]:
-        """Return the value of each expert, or of each head, over steps, out of the history."""
-        ...
-
-    def pipeline(self, request: PipelineRequest) -> dict[str, Any]:
-        """Return a step as its ranks ran it, with what was found in it in the causal order.
-
-        It may take seconds. UnknownRun; SentinelError for an incident that the run does not have; Busy while another step is
-        looked up.
-        """
-        ...
-
     def changes(self) -> Mapping[str, RunChanges]:
         """Return run -> numbers that are others once something of it is. Reads nothing and waits for nobody."""
-        ...
-
-    def rules(self, run: str) -> dict[str, Any]:
-        """Return the rules in force, what each said of a run, and what it is blind to. UnknownRun."""
-        ...
-
-    def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
-        """Return what a rule with other numbers would have said of a run; it takes seconds.
-
-        UnknownRun; SentinelError for a change that no pack may have, and where the run cannot be judged again; Busy while
-        another is asked.
-        """
-        ...
-
-    def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
-        """Return where two runs diverge, out of their histories; it may take seconds. As `history` else."""
-        ...
-
-    def marks(self, run: str) -> list[dict[str, Any]]:
-        """Return restarts, checkpoints, changes of the rules and commands, in the order of steps. UnknownRun."""
         ...
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:

@@ -145,37 +145,37 @@ def silence(request: Request) -> Response:
 
 def series(request: Request) -> Response:
     """Return values of tensors or scalars over steps."""
-    return plain(api_of(request).series(SeriesRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.series(SeriesRequest.parse(request.query_params.multi_items())))
 
 
 def history(request: Request) -> Response:
     """Return what the history of a run holds."""
-    return plain(api_of(request).history(HistoryRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.history(HistoryRequest.parse(request.query_params.multi_items())))
 
 
 def history_series(request: Request) -> Response:
     """Return single series over steps, in columns."""
-    return plain(api_of(request).history_series(HistoryRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.history_series(HistoryRequest.parse(request.query_params.multi_items())))
 
 
 def heatmap(request: Request) -> Response:
     """Return one statistic of many tensors over steps."""
-    return plain(api_of(request).heatmap(HistoryRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.heatmap(HistoryRequest.parse(request.query_params.multi_items())))
 
 
 def traces(request: Request) -> Response:
     """Return pictures of tensors that the ranks of a run have made."""
-    return plain(api_of(request).traces(TraceRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.traces(TraceRequest.parse(request.query_params.multi_items())))
 
 
 def vectors(request: Request) -> Response:
     """Return the value of each expert, or of each head, over steps."""
-    return plain(api_of(request).vectors(HistoryRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.vectors(HistoryRequest.parse(request.query_params.multi_items())))
 
 
 def pipeline(request: Request) -> Response:
     """Return a step as its ranks ran it."""
-    return plain(api_of(request).pipeline(PipelineRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.pipeline(PipelineRequest.parse(request.query_params.multi_items())))
 
 
 async def events(request: Request) -> Response:
@@ -189,22 +189,22 @@ async def events(request: Request) -> Response:
 def divergence(request: Request) -> Response:
     """Return where two runs diverge: the step and the tensor."""
     runs = request.query_params.getlist("run")
-    return plain(api_of(request).divergence(runs, request.query_params.get("statistic", "std")))
+    return plain(api_of(request).questions.divergence(runs, request.query_params.get("statistic", "std")))
 
 
 def marks(request: Request) -> Response:
     """Return restarts, checkpoints, changes of the rules and commands of a run."""
-    return plain({"marks": api_of(request).marks(named_run(request))})
+    return plain({"marks": api_of(request).questions.marks(named_run(request))})
 
 
 def rules(request: Request) -> Response:
     """Return the rules in force of a run, and what each said so far."""
-    return plain(api_of(request).rules(named_run(request)))
+    return plain(api_of(request).questions.rules(named_run(request)))
 
 
 def what_if(request: Request) -> Response:
     """Return what a rule with other numbers would have said; a POST, so that no other page has the machine compute."""
-    return plain(api_of(request).what_if(msgspec.json.decode(request.state.body, type=WhatIfRequest)))
+    return plain(api_of(request).questions.what_if(msgspec.json.decode(request.state.body, type=WhatIfRequest)))
 
 
 def audit(request: Request) -> Response:

@@ -147,7 +147,7 @@ class _Client:
         after = max(-1, newest - BEHIND_STEPS) if self._shown else None
         request = TraceRequest(run=self._run, after=after, shown=self._shown)
         try:
-            found = await run_in_threadpool(self._api.traces, request)
+            found = await run_in_threadpool(self._api.questions.traces, request)
             await self._renew(bool(found["steps"]), found["hint"])
         except SentinelError as error:
             await self._tell(str(error))

@@ -39,47 +39,19 @@ CONTROL = {"Authorization": "Bearer " + TOKENS.control}
 SILENCE = {"Authorization": "Bearer " + TOKENS.silence}
 
 
-class FakeApi:
-    """A daemon with one run and one incident whose texts are hostile."""
+def known(run: str | None) -> None:
+    if run not in (None, "a"):
+        raise UnknownRun(f'"{run}": expected a run served here')
+
+
+class FakeQuestions:
+    """What the data of that run is asked."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[str, str, dict[str, Any]]] = []
         self.requests: list[SeriesRequest] = []
-        self.status = "ok"
-        self.outcome = "ok"
-        self.changed: dict[str, RunChanges] = {"a": RunChanges((1,), (0,))}
-
-    def health(self) -> dict[str, Any]:
-        return {"status": self.status, "problems": ["<b>rules</b>"], "standby_of": ["<i>7</i> on a"], "version": "0"}
-
-    def is_ready(self) -> bool:
-        return self.status == "ok"
-
-    def runs(self) -> list[dict[str, Any]]:
-        return [{"run": "<script>alert(1)</script>", "attempt": 0, "judged_step": 7, "scalars": {"loss\"'>": 1.5}}]
-
-    def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
-        self._known(run)
-        return [b'{"id":"a"}', b'{"id":"b"}'][:limit]
-
-    def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
-        self._known(run)
-        incident = {"id": "i1", "severity": 'critical"onload=', "title": "<img src=x onerror=alert(1)>", "ranks": [0]}
-        return [json.dumps(incident).encode()]
-
-    def incident(self, run: str | None, incident: str) -> ShownIncident:
-        self._known(run)
-        if incident != "i1":
-            raise UnknownIncident(f'incident "{incident}": there is none')
-        evil = "<img src=x onerror=alert(1)>\x1b[2J"
-        opened = an_incident(run=evil, title=evil, root_name=evil, suspected=evil, evidence=(f"suspected x: {evil}",))
-        over = msgspec.structs.replace(opened, revision=2, state="resolved")
-        links = (Link("runbook", 'https://w/"onload=x'),)
-        anomaly = b'{"id":"a1","tag_name":"<img src=x onerror=alert(1)>"}'
-        return ShownIncident(revisions=(opened, over), orders=(evil,), links=links, anomalies=(anomaly,))
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
-        self._known(request.run)
+        known(request.run)
         self.requests.append(request)
         if request.query.names == ("busy",):
             raise Busy("the spool is being read")
@@ -98,23 +70,20 @@ class FakeApi:
         return self._history("vectors", request)
 
     def pipeline(self, request: PipelineRequest) -> dict[str, Any]:
-        self._known(request.run)
+        known(request.run)
         return msgspec.to_builtins(request)
-
-    def changes(self) -> dict[str, RunChanges]:
-        return self.changed
 
     def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
         for run in runs:
-            self._known(run)
+            known(run)
         return {"runs": list(runs), "statistic": statistic}
 
     def rules(self, run: str) -> dict[str, Any]:
-        self._known(run)
+        known(run)
         return {"rules": [{"name": "<b>x</b>"}]}
 
     def what_if(self, request: WhatIfRequest) -> dict[str, Any]:
-        self._known(request.run)
+        known(request.run)
         if request.rule == "busy":
             raise Busy("another what-if is being judged")
         if request.rule == "bad":
@@ -122,16 +91,59 @@ class FakeApi:
         return msgspec.to_builtins(request)
 
     def marks(self, run: str) -> list[dict[str, Any]]:
-        self._known(run)
+        known(run)
         return [{"kind": "restart", "step": 3}]
 
     def _history(self, what: str, request: HistoryRequest) -> dict[str, Any]:
-        self._known(request.run)
+        known(request.run)
         return {"what": what, "wanted": msgspec.to_builtins(request.wanted), "of": request.of}
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
-        self._known(request.run)
+        known(request.run)
         return {"steps": []}
+
+
+class FakeApi:
+    """A daemon with one run and one incident whose texts are hostile."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.questions = FakeQuestions()
+        self.status = "ok"
+        self.outcome = "ok"
+        self.changed: dict[str, RunChanges] = {"a": RunChanges((1,), (0,))}
+
+    def health(self) -> dict[str, Any]:
+        return {"status": self.status, "problems": ["<b>rules</b>"], "standby_of": ["<i>7</i> on a"], "version": "0"}
+
+    def is_ready(self) -> bool:
+        return self.status == "ok"
+
+    def runs(self) -> list[dict[str, Any]]:
+        return [{"run": "<script>alert(1)</script>", "attempt": 0, "judged_step": 7, "scalars": {"loss\"'>": 1.5}}]
+
+    def anomalies(self, run: str | None, *, limit: int, before: int | None, step: int | None) -> list[bytes]:
+        known(run)
+        return [b'{"id":"a"}', b'{"id":"b"}'][:limit]
+
+    def incidents(self, run: str | None, *, limit: int, is_open: bool) -> list[bytes]:
+        known(run)
+        incident = {"id": "i1", "severity": 'critical"onload=', "title": "<img src=x onerror=alert(1)>", "ranks": [0]}
+        return [json.dumps(incident).encode()]
+
+    def incident(self, run: str | None, incident: str) -> ShownIncident:
+        known(run)
+        if incident != "i1":
+            raise UnknownIncident(f'incident "{incident}": there is none')
+        evil = "<img src=x onerror=alert(1)>\x1b[2J"
+        opened = an_incident(run=evil, title=evil, root_name=evil, suspected=evil, evidence=(f"suspected x: {evil}",))
+        over = msgspec.structs.replace(opened, revision=2, state="resolved")
+        links = (Link("runbook", 'https://w/"onload=x'),)
+        anomaly = b'{"id":"a1","tag_name":"<img src=x onerror=alert(1)>"}'
+        return ShownIncident(revisions=(opened, over), orders=(evil,), links=links, anomalies=(anomaly,))
+
+    def changes(self) -> dict[str, RunChanges]:
+        return self.changed
 
     def audit(self, run: str | None, *, limit: int) -> list[dict[str, Any]]:
         return []
@@ -149,7 +161,7 @@ class FakeApi:
         return self.silences()[0]
 
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        self._known(run)
+        known(run)
         if request.get("kinds") == ["nonsense"]:
             raise StoreError("kinds: unknown")
         self.orders.append((run, action, dict(request)))
@@ -160,10 +172,6 @@ class FakeApi:
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         return b"sentinel_up 1\n", "text/plain; version=0.0.4; charset=utf-8"
-
-    def _known(self, run: str | None) -> None:
-        if run not in (None, "a"):
-            raise UnknownRun(f'"{run}": expected a run served here')
 
 
 @pytest.fixture
@@ -453,7 +461,7 @@ def test_a_request_for_series_that_cannot_be_answered_now_says_try_again(api: Fa
     busy = client.get("/api/v1/series?name=busy")
     assert busy.status_code == 503
     assert busy.json() == {"error": "the spool is being read"}
-    assert [one.query.names for one in api.requests] == [("loss",), ("busy",)]
+    assert [one.query.names for one in api.questions.requests] == [("loss",), ("busy",)]
 
 
 @pytest.mark.parametrize("body", [b"[" * 60_000, b'{"a":' * 12_000, b'{"run": "a\xff"}'])
