@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ..support.warm import cli
 from .ranks import ROOT
 
 NUM_RANKS = 2
+HELD, FAR = 20, 120
+"""Step at which the ranks wait while all is asked, and a later one that it is asked for."""
 
 
 def rank_main(rank: int, port: int, folder: str) -> None:
@@ -37,6 +40,8 @@ def rank_main(rank: int, port: int, folder: str) -> None:
 
     def agreed(monitor: Any) -> list[Any]:
         (Path(folder) / f"at{rank}").write_text(str(monitor.current_step))
+        while monitor.current_step == HELD and not (Path(folder) / "asked").exists():
+            time.sleep(0.01)
         if (Path(folder) / "stop").exists() and monitor.current_step % 50 == 0:
             monitor.detach()
             os._exit(0)  # The ranks stop at one step; nobody waits for the other in the group's end.
@@ -72,14 +77,14 @@ def ask(folder: Path, *arguments: str) -> None:
 def test_requests_are_taken_up_by_all_ranks_at_one_step(tmp_path: Path) -> None:
     ranks = forked.start_ranks(rank_main, (free_port(), str(tmp_path)), NUM_RANKS, join=False)
     try:
-        wait_for(lambda: step_of(tmp_path) >= 5, timeout_s=60.0)
-        far = str(step_of(tmp_path) + 100)  # Late enough, however busy the machine is.
-        ask(tmp_path, "checkpoint", "--at-step", far, "--why", "before it dies")
-        ask(tmp_path, "skip", "3", "--at-step", far)
-        ask(tmp_path, "pause", "--for", "2h", "--at-step", str(int(far) + 5))
+        wait_for(lambda: step_of(tmp_path) == HELD, timeout_s=60.0)
+        ask(tmp_path, "checkpoint", "--at-step", str(FAR), "--why", "before it dies")
+        ask(tmp_path, "skip", "3", "--at-step", str(FAR))
+        ask(tmp_path, "pause", "--for", "2h", "--at-step", str(FAR + 5))
+        (tmp_path / "asked").touch()
         wait_for(lambda: len(asked(tmp_path, 0)) == 3 and len(asked(tmp_path, 1)) == 3, timeout_s=120.0)
         ask(tmp_path, "resume")
-        wait_for(lambda: step_of(tmp_path) > int(far) + 10, timeout_s=60.0)
+        wait_for(lambda: step_of(tmp_path) > FAR + 10, timeout_s=60.0)
     finally:
         (tmp_path / "stop").touch()
         while not ranks.join(timeout=60):
@@ -89,9 +94,9 @@ def test_requests_are_taken_up_by_all_ranks_at_one_step(tmp_path: Path) -> None:
     assert first == second
     assert [request.action for _, request in first] == ["checkpoint", "skip_batches", "pause"]
     assert (first[0][1].reason, first[1][1].num_batches) == ("before it dies", 3)
-    assert [step for step, _ in first] == [int(far), int(far), int(far) + 5]
+    assert [step for step, _ in first] == [FAR, FAR, FAR + 5]
     # Without `monitor.step()` a step has begun with its forward: what is ready from then on is asked for behind it.
-    assert [path.name for path in tmp_path.glob("step*.pt")] == [f"step{int(far) + 1}.pt"]
+    assert [path.name for path in tmp_path.glob("step*.pt")] == [f"step{FAR + 1}.pt"]
     for rank in range(NUM_RANKS):
         acks = SaidSoFar(tmp_path / "run", rank).acks
         for _, request in first:
