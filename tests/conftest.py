@@ -31,7 +31,8 @@ if settings.get_current_profile_name() not in ("quick", "all"):
     settings.load_profile("default")
 
 
-WHOLE_RUNS = Path(__file__).parent / "end_to_end"
+WAITING = tuple(Path(__file__).parent / folder for folder in ("end_to_end", "layouts", "web"))
+"""Folders whose files take longest, and wait most of that time: for ranks, daemons, a browser."""
 
 
 class NoProcess:
@@ -63,16 +64,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of whole runs evenly over those of the others, for the workers take file by file in this order.
+    """Spread the files that wait evenly over those that compute, for the workers take file by file in this order.
 
-    Side by side, several processes each, whole runs would share as few cores as there are; beside tests that compute one
-    waits while another computes.
+    Side by side, several processes each, they would share as few cores as there are; beside tests that compute one waits
+    while another computes.
     """
     by_file = [list(tests) for _, tests in itertools.groupby(items, key=lambda one: one.path)]
-    waiting = [tests for tests in by_file if WHOLE_RUNS in tests[0].path.parents]
-    computing = [tests for tests in by_file if WHOLE_RUNS not in tests[0].path.parents]
-    # Each at its place on a line from 0 to 1. Whole runs are over before the others are: nobody waits for one at the end.
-    placed = [(0.8 * at / len(waiting), tests) for at, tests in enumerate(waiting)]
+    waiting, computing = [], []
+    for tests in by_file:
+        (waiting if any(folder in tests[0].path.parents for folder in WAITING) else computing).append(tests)
+    # Each at its place on a line from 0 to 1. Those that wait are over before the others: nobody waits for one at the end.
+    placed = [(0.7 * at / len(waiting), tests) for at, tests in enumerate(waiting)]
     placed += [((at + 0.5) / len(computing), tests) for at, tests in enumerate(computing)]
     items[:] = [one for _, tests in sorted(placed, key=lambda one: one[0]) for one in tests]
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -279,6 +278,8 @@ def one_moe_in_halves() -> Trainer:
 
 def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: int = 4, net: type[Net] = Net) -> Trainer:
     """torch.distributed.pipelining with `pp` ranks x `dp` replicas, each rank with `chunks` stages."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
     mesh = init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
     rank, num = mesh.get_local_rank("pp"), pp * chunks
     is_v = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -311,6 +312,8 @@ def pipeline(schedule: str, pp: int = 2, chunks: int = 1, dp: int = 1, micro: in
 
 
 def tp_x_pp() -> Trainer:
+    from torch.distributed.pipelining import PipelineStage, schedules
+
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     rank = mesh.get_local_rank("pp")
     model = Net(rank, 2)

@@ -16,12 +16,12 @@ from sentinel.mirrors.mlflow_mirror import MlflowConfig, MlflowMirror
 from ..support.anomalies import a_nan, an_incident
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("mlflow")
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowConfig]:
     """A store of files, which the client writes itself: a server would need a database."""
+    pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     yield MlflowConfig(tracking_uri=(tmp_path / "mlruns").as_uri())
 

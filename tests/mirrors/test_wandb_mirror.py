@@ -21,12 +21,12 @@ from ..support.anomalies import a_nan, an_incident
 from ..support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
-wandb = pytest.importorskip("wandb")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_service() -> Iterator[None]:
     """W&B's own process is started once, and ends with these tests."""
+    wandb = pytest.importorskip("wandb")
     yield
     wandb.teardown()
 

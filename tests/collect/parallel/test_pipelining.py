@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining import stage as stage_module
 
 import sentinel
 from sentinel.collect.parallel import pipelining
 
 from ...support.nets import TinyModel, tokens
 from ...support.spools import Said
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import ScheduleGPipe
 
 
 @pytest.fixture
@@ -31,6 +33,8 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline(model: nn.Module, num_micro_steps: int = 4) -> ScheduleGPipe:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=dist.group.WORLD)
     return ScheduleGPipe(stage, num_micro_steps, loss_fn=loss_fn)
 
@@ -70,6 +74,8 @@ def test_without_the_guard_shape_inference_would_be_counted(run: Path, group: No
 
 
 def test_this_torch_has_a_known_inference_method(run: Path, group: None) -> None:
+    from torch.distributed.pipelining import stage as stage_module
+
     names = {name for cls in (stage_module._PipelineStageBase, stage_module.PipelineStage) for name in vars(cls)}
 
     assert names & set(pipelining.INFERENCE[:3])
@@ -82,6 +88,8 @@ def test_scaled_gradients_of_a_pipeline_are_not_called_touched(run: Path, group:
 
 
 def test_detach_restores_the_stage_classes(run: Path, group: None) -> None:
+    from torch.distributed.pipelining import stage as stage_module
+
     before = dict(vars(stage_module.PipelineStage))
     run_pipeline(run, num_steps=1)
 
