@@ -200,6 +200,7 @@ class OnTerminal:
     def __init__(self, *arguments: str, columns: int = 80, rows: int = 24, **environ: str) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Whoever started the tests in the background had it ignored.
             # readline, which pytest imports, puts COLUMNS where `os.environ` does not see it.
             known = {name: one for name, one in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
             command = [sys.executable, "-m", "sentinel.cli", "watch", *arguments]

@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,7 +344,8 @@ def test_over_http_with_tokens_and_json_errors(source: SyntheticRun, run: Served
 
     def client_of(listen: str) -> TestClient:
         gate = RequestGate(HttpConfig.parse(listen, has_insecure_tokens=True), TOKENS)
-        return TestClient(make_app(OneRun(), gate), base_url="http://127.0.0.1:9464")  # type: ignore[arg-type]
+        api = SimpleNamespace(questions=OneRun())
+        return TestClient(make_app(api, gate), base_url="http://127.0.0.1:9464")  # type: ignore[arg-type]
 
     client = client_of("127.0.0.1:9464")
     path = "/api/v1/series?run=run&kind=wgrad&statistic=norm,kurtosis&aggregate=g%3D*&aggregate=layers.{}.*"
