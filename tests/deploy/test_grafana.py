@@ -155,7 +155,7 @@ def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(t
                         results(url, filled(one["expr"]))  # that Prometheus can read it
         finally:
             daemon.terminate()
-            daemon.wait(30)
+            daemon.wait(240)
 
 
 def scraped(address):

@@ -54,7 +54,7 @@ def test_each_kustomization_names_files_that_there_are_and_leaves_out_none(path)
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kustomize_builds_the_example_and_all_of_it_is_valid():
     done = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER / "overlays" / "example")], capture_output=True, text=True, timeout=60
+        ["kubectl", "kustomize", str(FOLDER / "overlays" / "example")], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 

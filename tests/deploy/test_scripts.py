@@ -37,7 +37,7 @@ sys.exit(int(os.environ.get("TRAINER_EXIT", "0")))
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_shell_and_shellcheck_read_each_script(script):
     for command in (["bash", "-n", str(script)], [shellcheck(), "--shell=bash", str(script)]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -73,7 +73,7 @@ def machine(tmp_path):
 
 def run_script(name, environment, *arguments, cwd, expected=0):
     done = subprocess.run(
-        ["bash", str(DEPLOY / name), *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+        ["bash", str(DEPLOY / name), *arguments], env=environment, cwd=cwd, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout
@@ -116,7 +116,7 @@ def test_a_job_near_its_time_limit_tells_the_trainer_and_judges_what_is_left(mac
     wait_for((home / "waits").exists)
     job.terminate()
 
-    assert job.wait(60) == 5
+    assert job.wait(240) == 5
     assert "step 5 judged" in (home / "sentinel" / "4711" / "status.txt").read_text()
 
 

@@ -14,7 +14,6 @@ from chaos import FAULTS, campaign
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "names",
     [

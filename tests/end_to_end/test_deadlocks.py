@@ -90,7 +90,7 @@ def test_ranks_that_wait_for_each_other_are_told_once_and_none_is_blamed(
             time.sleep(0.2)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(240)
 
     onset, *rest = notified(tmp_path)
     assert (onset.rank, onset.ranks, onset.severity) == (None, everybody, Severity.CRITICAL)

@@ -70,7 +70,7 @@ def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
         wait_for(lambda: at(tmp_path) >= ordered["at_step"] + 5)
     finally:
         (tmp_path / "stop").touch()
-        while not ranks.join(timeout=30):
+        while not ranks.join(timeout=240):
             pass
 
     # Nobody stopped: the ranks went on while they were asked, and their hooks are gone.
@@ -95,7 +95,7 @@ def test_a_person_dumps_and_looks_while_the_ranks_train(tmp_path: Path) -> None:
 def run_struct(folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
         [*cli(), "struct", str(folder / "run"), "--ask", "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=90, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     return [msgspec.json.decode(line) for line in done.stdout.splitlines()]
 

@@ -80,7 +80,7 @@ class Trainer:
 
     def train(self, num_steps: int) -> None:
         until = max(self.step(), self.first_step) + num_steps
-        wait_for(lambda: self.step() >= until, timeout_s=150.0)
+        wait_for(lambda: self.step() >= until, timeout_s=240.0)
 
     def edit(self, **keys: Any) -> None:
         new = self.config.with_suffix(".new")
@@ -112,12 +112,12 @@ class Trainer:
             is_applied = all(any((one.command, one.state) == (changes[-1].id, "applied") for one in of) for of in acks)
             return changes[-1] if is_applied else None
 
-        found: ChangeConfig = wait_for(in_force, f"change {num_changes} in force", timeout_s=150.0)
+        found: ChangeConfig = wait_for(in_force, f"change {num_changes} in force", timeout_s=240.0)
         return found
 
     def end(self) -> None:
         (self.folder / "stop").write_text(str(self.step() + 10))
-        while not self.ranks.join(timeout=30):
+        while not self.ranks.join(timeout=240):
             pass
 
     def hooks(self, rank: int) -> dict[int, int]:
@@ -129,7 +129,7 @@ class Trainer:
 def trainer(folder: Path, config: Path, first_step: int = 0) -> Iterator[Trainer]:
     one = Trainer(folder, config, first_step)
     try:
-        wait_for(lambda: one.step() >= first_step + 5, timeout_s=150.0)
+        wait_for(lambda: one.step() >= first_step + 5, timeout_s=240.0)
         yield one
     finally:
         one.end()
@@ -143,7 +143,7 @@ def daemon(folder: Path) -> Iterator[Callable[[], dict[str, Any]]]:
 
     def status() -> dict[str, Any]:
         done = subprocess.run(
-            [*cli(), "status", str(folder), "--json"], env=environment, capture_output=True, text=True, timeout=60
+            [*cli(), "status", str(folder), "--json"], env=environment, capture_output=True, text=True, timeout=240
         )
         found: dict[str, Any] = json.loads(done.stdout)
         return found
@@ -152,7 +152,7 @@ def daemon(folder: Path) -> Iterator[Callable[[], dict[str, Any]]]:
         yield status
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
 
 
 class Measured:
@@ -197,12 +197,12 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
             first.edit(kinds=["wgrad"], collect_times=5, black_box=False)  # changed before the end
             changed = first.obeyed(3, 20)
             first.edit(kinds=["wgrad", "dgrad"], collect_times=5, blak_box=False)  # broken: nothing changes
-            broken = wait_for(lambda: (status().get("config") or {}).get("problem"), timeout_s=150.0, interval_s=0.5)
+            broken = wait_for(lambda: (status().get("config") or {}).get("problem"), timeout_s=240.0, interval_s=0.5)
             first.edit(kinds=["wgrad"], collect_times=5, black_box=True)  # restarted after collect_times
             again = first.obeyed(4, 20)
             first.edit(kinds=["param"], run="another")  # forbidden: nothing changes
             forbidden = wait_for(
-                lambda: "run cannot change" in status()["config"]["problem"], timeout_s=150.0, interval_s=0.5
+                lambda: "run cannot change" in status()["config"]["problem"], timeout_s=240.0, interval_s=0.5
             )
             first.edit(**off)
             last = first.obeyed(5, 20)
@@ -255,7 +255,7 @@ def test_without_a_daemon_the_file_names_the_step(tmp_path: Path) -> None:
         one.train(20)
         at_step = one.step() + int(3.0 / STEP_S)
         one.edit(kinds=["activation"], at_step=at_step, collect_times=7)
-        wait_for(lambda: one.step() >= at_step + 20, timeout_s=150.0)
+        wait_for(lambda: one.step() >= at_step + 20, timeout_s=240.0)
         one.edit(kinds=["dgrad"], at_step=3)
         one.train(int(3.0 / STEP_S))
 

@@ -52,7 +52,7 @@ def live(folder: Path, mode: str, *, fail_on: str = "", **options: Any) -> subpr
     folder.chmod(0o700)
     said = ["--fail-on", fail_on] if fail_on else []
     watched = [*cli(), "run", "--dir", str(folder), "--name", "run", *said, "--", *command(mode, **options)]
-    done = subprocess.run(watched, env=environment(folder), capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(watched, env=environment(folder), capture_output=True, text=True, timeout=240, check=False)
     print(done.stdout, done.stderr)  # shown where the test fails
     return done
 
@@ -60,7 +60,7 @@ def live(folder: Path, mode: str, *, fail_on: str = "", **options: Any) -> subpr
 def later(folder: Path, mode: str, **options: Any) -> None:
     """Run a trainer alone, and have a daemon look at what it left."""
     folder.chmod(0o700)
-    subprocess.run(command(mode, **options), env=environment(folder), capture_output=True, timeout=150, check=False)
+    subprocess.run(command(mode, **options), env=environment(folder), capture_output=True, timeout=240, check=False)
     serve = [*cli(), "serve", str(folder / "run"), "--no-http"]
     with (folder / "daemon.log").open("wb") as log:
         daemon = subprocess.Popen(serve, env=environment(folder), stdout=log, stderr=log)
@@ -71,7 +71,7 @@ def later(folder: Path, mode: str, **options: Any) -> None:
             time.sleep(1.0)
         finally:
             daemon.send_signal(signal.SIGTERM)
-            daemon.wait(30)
+            daemon.wait(240)
 
 
 def ends(folder: Path) -> list[Anomaly]:
@@ -167,7 +167,7 @@ def test_a_run_that_is_ended_from_outside_is_a_warning_at_most(tmp_path: Path) -
             time.sleep(0.1)
         time.sleep(1.0)
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(240)
 
     assert {one.severity for one in ends(tmp_path)} <= {Severity.WARNING}
     ended = run_status(tmp_path / "run")["ended"]
@@ -178,6 +178,6 @@ def test_a_command_that_never_attached_is_said_so_and_is_not_clean(tmp_path: Pat
     tmp_path.chmod(0o700)
     for fail_on, code in (([], 0), (["--fail-on", "critical"], 1)):
         run = [*cli(), "run", "--dir", str(tmp_path), "--name", f"run{code}", *fail_on, "--", "true"]
-        done = subprocess.run(run, env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(run, env=environment(tmp_path), capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == code
         assert "nothing was watched: the command never attached; call sentinel.attach" in done.stderr

@@ -34,7 +34,7 @@ rules:
 
 def export(run_dir: Path, *arguments: str) -> list[dict[str, Any]]:
     command = [*cli(), "export", str(run_dir), "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

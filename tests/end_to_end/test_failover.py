@@ -72,7 +72,7 @@ class Candidate:
 
     def end(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(240)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,6 @@ def page_of(runs: Path) -> str:
     return str(json.loads((runs / ".daemon" / "http.json").read_text())["url"])
 
 
-@pytest.mark.timeout(240)
 def test_what_is_open_stays_open_whoever_serves_and_only_a_resolution_resolves_it(tmp_path: Path) -> None:
     need("prometheus-alertmanager")
     with contextlib.ExitStack() as stack:
@@ -181,7 +180,7 @@ def test_what_is_open_stays_open_whoever_serves_and_only_a_resolution_resolves_i
         opened = {one.id for one in incidents(runs / "it") if one.state == "open"}
         for name in opened:
             done = [*cli(), "resolve", name, "-d", str(runs / "it"), "--who", "ana", "--why", "restarted"]
-            assert subprocess.run(done, capture_output=True, timeout=60).returncode == 0
+            assert subprocess.run(done, capture_output=True, timeout=240).returncode == 0
         wait_for(lambda: not alerts_at(url))
         wait_for(lambda: sum(status == "resolved" for status, _ in told(receiver)) == len(opened))
         assert {how for status, how in told(receiver) if status == "resolved"} == {"closed"}

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from sentinel.report.files import AppendLog, LogPosition
 from sentinel.store.journal import Journal
 
@@ -38,7 +36,6 @@ while True:
 """
 
 
-@pytest.mark.timeout(120)
 def test_kill_9_loses_no_line_and_repeats_none(tmp_path):
     rng = random.Random(7)
     for _ in range(8):

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kill9 import campaign
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("is_live", "num_kills", "num_steps"),
     [

@@ -100,16 +100,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]) -> None:
     run = start(3, "--steps", "100000", "--step-time", "0.3", "--pp", "1")
-    wait_for(lambda: run.has_trained(8), "training", timeout_s=120.0, interval_s=0.3)
+    wait_for(lambda: run.has_trained(8), "training", timeout_s=240.0, interval_s=0.3)
     assert run.found == []
 
     pid = run.pid_of(2)
     os.kill(pid, signal.SIGSTOP)
-    (onset,) = wait_for(lambda: run.found, "the stop", timeout_s=120.0, interval_s=0.3)
+    (onset,) = wait_for(lambda: run.found, "the stop", timeout_s=240.0, interval_s=0.3)
     time.sleep(8.0)
     assert len(run.found) == 1, "those that wait are not accused"
     os.kill(pid, signal.SIGCONT)
-    end = wait_for(lambda: run.found[1:], "the return", timeout_s=120.0, interval_s=0.3)[0]
+    end = wait_for(lambda: run.found[1:], "the return", timeout_s=240.0, interval_s=0.3)[0]
 
     assert (onset.rank, onset.ranks, onset.statistic) == (2, (2,), "stopped_s")
     assert "rank 2 is stopped: nothing was heard for" in onset.message
@@ -125,10 +125,10 @@ def test_a_stopped_rank_is_named_and_its_return_told(start: Callable[..., Ranks]
 @pytest.mark.long
 def test_a_killed_rank_is_named(start: Callable[..., Ranks]) -> None:
     run = start(2, "--steps", "100000", "--step-time", "0.3", "--pp", "1")
-    wait_for(lambda: run.has_trained(8), "training", timeout_s=120.0, interval_s=0.3)
+    wait_for(lambda: run.has_trained(8), "training", timeout_s=240.0, interval_s=0.3)
 
     run.ranks[1].kill()
-    onset = wait_for(lambda: run.found, "the end", timeout_s=120.0, interval_s=0.3)[0]
+    onset = wait_for(lambda: run.found, "the end", timeout_s=240.0, interval_s=0.3)[0]
 
     assert (onset.rule, onset.rank) == ("run-ended", 1)
 
@@ -137,7 +137,7 @@ def test_a_rank_that_hangs_in_its_step_is_named_with_its_module(start: Callable[
     fault = {"type": "sleep", "module": "blocks.1.mlp", "dp_rank": 1, "micro_step": 0, "steps": [12], "seconds": 100000}
     run = start(3, "--steps", "100000", "--step-time", "0.3", "--pp", "1", faults=[fault])
 
-    onset = wait_for(lambda: run.found, "the hang", timeout_s=120.0, interval_s=0.3)[0]
+    onset = wait_for(lambda: run.found, "the hang", timeout_s=240.0, interval_s=0.3)[0]
     time.sleep(3.0)
 
     assert len(run.found) == 1

@@ -104,13 +104,13 @@ def test_a_daemon_that_comes_late_finds_the_nan_and_tells_what_was_lost(tmp_path
         stdout=subprocess.PIPE,
     ) as daemon:
         try:
-            url = wait_for(lambda: _url(run_dir), timeout_s=60)
-            wait_for(lambda: get_json(f"{url}/api/v1/runs")["runs"][0]["judged_step"] == 599, timeout_s=120)
+            url = wait_for(lambda: _url(run_dir), timeout_s=240)
+            wait_for(lambda: get_json(f"{url}/api/v1/runs")["runs"][0]["judged_step"] == 599, timeout_s=240)
             [described] = get_json(f"{url}/api/v1/runs")["runs"]
             health = get_json(f"{url}/healthz")
         finally:
             daemon.terminate()
-            daemon.communicate(timeout=60)
+            daemon.communicate(timeout=240)
 
     lost = described["num_rows_lost"]
     (onset,) = losses(run_dir)
@@ -136,14 +136,14 @@ def test_a_daemon_that_stands_still_for_a_while(tmp_path: Path, script: Path, ma
          interpreter(), str(script), "900", "150", str(max_bytes)],
         env=environment(tmp_path / "runs"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as run:  # fmt: skip
-        daemon = wait_for(lambda: holder(run_dir / ".daemon"), timeout_s=60)
-        url = wait_for(lambda: _url(run_dir), timeout_s=60)
-        wait_for(lambda: (get_json(f"{url}/api/v1/runs")["runs"][0]["judged_step"] or 0) >= 10, timeout_s=120)
+        daemon = wait_for(lambda: holder(run_dir / ".daemon"), timeout_s=240)
+        url = wait_for(lambda: _url(run_dir), timeout_s=240)
+        wait_for(lambda: (get_json(f"{url}/api/v1/runs")["runs"][0]["judged_step"] or 0) >= 10, timeout_s=240)
         pid = int(str(daemon).split()[0])
         os.kill(pid, signal.SIGSTOP)
         time.sleep(5.0)
         if is_lossy:
-            wait_for(lambda: any(list_kept(folder) for folder in run_dir.glob("spool/*")), timeout_s=120)
+            wait_for(lambda: any(list_kept(folder) for folder in run_dir.glob("spool/*")), timeout_s=240)
         os.kill(pid, signal.SIGCONT)
         out, err = run.communicate(timeout=240)
     sent = int(out)

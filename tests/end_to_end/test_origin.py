@@ -19,7 +19,7 @@ def sweep(layout: str, monitoring: str, every: int, *options: str) -> dict[str, 
             interpreter(), str(ROOT / "benchmarks" / "origin_sweep.py"), "--json",
             "--layout", layout, "--monitoring", monitoring, "--every", str(every), *options, "--", *SMALL,
         ],
-        capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHON_EXEC": interpreter()},
     )  # fmt: skip
     assert done.stdout, done.stderr[-4000:]

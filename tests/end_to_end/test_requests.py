@@ -69,7 +69,7 @@ def step_of(folder: Path, rank: int = 0) -> int:
 def ask(folder: Path, *arguments: str) -> None:
     subprocess.run(
         [*cli(), "request", *arguments, "-d", str(folder / "run")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
 
 
@@ -77,17 +77,17 @@ def ask(folder: Path, *arguments: str) -> None:
 def test_requests_are_taken_up_by_all_ranks_at_one_step(tmp_path: Path) -> None:
     ranks = forked.start_ranks(rank_main, (free_port(), str(tmp_path)), NUM_RANKS, join=False)
     try:
-        wait_for(lambda: step_of(tmp_path) == HELD, timeout_s=60.0)
+        wait_for(lambda: step_of(tmp_path) == HELD, timeout_s=240.0)
         ask(tmp_path, "checkpoint", "--at-step", str(FAR), "--why", "before it dies")
         ask(tmp_path, "skip", "3", "--at-step", str(FAR))
         ask(tmp_path, "pause", "--for", "2h", "--at-step", str(FAR + 5))
         (tmp_path / "asked").touch()
-        wait_for(lambda: len(asked(tmp_path, 0)) == 3 and len(asked(tmp_path, 1)) == 3, timeout_s=120.0)
+        wait_for(lambda: len(asked(tmp_path, 0)) == 3 and len(asked(tmp_path, 1)) == 3, timeout_s=240.0)
         ask(tmp_path, "resume")
-        wait_for(lambda: step_of(tmp_path) > FAR + 10, timeout_s=60.0)
+        wait_for(lambda: step_of(tmp_path) > FAR + 10, timeout_s=240.0)
     finally:
         (tmp_path / "stop").touch()
-        while not ranks.join(timeout=60):
+        while not ranks.join(timeout=240):
             pass
 
     first, second = asked(tmp_path, 0), asked(tmp_path, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from sentinel.store.journal import Journal
 
 from ..support.results import anomalies, anomalies_but_of_pace, decisions, incidents
 from ..support.spools import SaidSoFar
+from ..support.waiting import wait_for
 from ..support.warm import cli
 from .ranks import EVERYTHING, ROOT, train_example
 
@@ -87,13 +89,13 @@ def test_rows_that_come_late_never_reopen_a_step(tmp_path: Path) -> None:
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        await_judged(run_dir, 9)
+        wait_for(lambda: is_told(run_dir, 9), "the files", timeout_s=240.0, interval_s=0.1)
         before = [one for one in anomalies(run_dir) if one.step == 5]
         shutil.copytree(late[0], run_dir / "spool" / late[0].name)
         time.sleep(2)
     finally:
         daemon.send_signal(signal.SIGTERM)
-        daemon.communicate(timeout=30)
+        daemon.communicate(timeout=240)
 
     assert daemon.returncode == 0
     closed = decisions(run_dir)
@@ -104,17 +106,14 @@ def test_rows_that_come_late_never_reopen_a_step(tmp_path: Path) -> None:
     assert (first.module, first.rank, first.micro_step) == ("blocks.3.mlp.fc1", 3, 1)
 
 
-def await_judged(run_dir: Path, num_steps: int, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if (run_dir / ".daemon" / "journal.sqlite").exists():
-            journal = Journal(run_dir / ".daemon" / "journal.sqlite", read_only=True)
-            judged = journal.judged
-            journal.close()
-            if judged >= num_steps:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"{num_steps} steps were not judged within {timeout_s:g} s")
+def is_told(run_dir: Path, num_steps: int) -> bool:
+    """Return whether so many steps are judged, and what was found in them is in the files, which are written behind that."""
+    path = run_dir / ".daemon" / "journal.sqlite"
+    if not path.exists():
+        return False
+    with contextlib.closing(Journal(path, read_only=True)) as journal:
+        judged, found = journal.judged, journal.found.count("anomalies")
+    return judged >= num_steps and len(anomalies(run_dir)) == found
 
 
 @pytest.mark.parametrize("healthy", [100, pytest.param(500, marks=pytest.mark.long)])

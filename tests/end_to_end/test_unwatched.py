@@ -49,7 +49,7 @@ def run(home: Path, *arguments: str, mask: int = 0o022, environment: dict[str, s
     with tempfile.NamedTemporaryFile("w+") as said:
         done = subprocess.run(
             [*cli(), "run", "--dir", str(home), "--name", "it", *arguments],
-            stdout=subprocess.PIPE, stderr=said, text=True, timeout=120, preexec_fn=prepare, cwd=home.parent,
+            stdout=subprocess.PIPE, stderr=said, text=True, timeout=240, preexec_fn=prepare, cwd=home.parent,
             env={**os.environ, "SAID": said.name, **own}, check=False,
         )  # fmt: skip
         done.stderr = Path(said.name).read_text()
@@ -84,13 +84,13 @@ def test_a_command_is_watched_under_an_umask_that_hides_its_files_from_itself(tm
 
 def test_serve_takes_what_attach_made_under_a_loose_umask(tmp_path: Path) -> None:
     environment = {**os.environ, "SENTINEL_DIR": str(tmp_path / "deep" / "runs"), "SENTINEL_RUN": "it"}
-    subprocess.run([interpreter(), "-c", f"import os; os.umask(2)\n{TRAIN}"], check=True, timeout=120, env=environment)
+    subprocess.run([interpreter(), "-c", f"import os; os.umask(2)\n{TRAIN}"], check=True, timeout=240, env=environment)
     for one in (tmp_path / "deep" / "runs", tmp_path / "deep" / "runs" / "it"):
         process = subprocess.Popen([*cli(), "serve", str(one), "--no-http"], stderr=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3)
         process.terminate()
-        _, talk = process.communicate(timeout=30)
+        _, talk = process.communicate(timeout=240)
         assert "is not served" not in talk
 
 

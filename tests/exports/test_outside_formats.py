@@ -47,7 +47,7 @@ def exported(tmp_path: Path, body: str, *arguments: str) -> subprocess.Completed
     (tmp_path / "packages" / "steps_format.py").write_text(body)
     script = f"import sys; sys.path.insert(0, {str(tmp_path / 'packages')!r})\nfrom sentinel.cli.main import main\nmain()"
     command = [sys.executable, "-c", script, "export", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_a_format_of_another_package_is_chosen_and_written_like_ours(tmp_path: Path, run: Path) -> None:

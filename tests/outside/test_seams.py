@@ -48,7 +48,7 @@ def offered() -> dict[str, dict[str, str]]:
 
 def run(tmp_path: Path, path: str, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [interpreter(), *command], text=True, capture_output=True, timeout=120, check=False, cwd=tmp_path,
+        [interpreter(), *command], text=True, capture_output=True, timeout=240, check=False, cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": path, "SENTINEL_DIR": str(tmp_path / "runs"), "PYTHON_EXEC": interpreter()},
     )  # fmt: skip
 

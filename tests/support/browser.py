@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,7 +34,7 @@ class Looked:
     def __init__(self, browser: Browser, url: str, **options: Any) -> None:
         """url: of the daemon. options: of the browser's context: `viewport`, `java_script_enabled`, ..."""
         self._context = browser.new_context(base_url=url, **{"viewport": {"width": 1200, "height": 900}, **options})
-        self._context.set_default_timeout(60_000)
+        self._context.set_default_timeout(120_000)
         self._has_script = options.get("java_script_enabled", True)
         self.page: Page = self._context.new_page()
         self.complaints: list[str] = []
@@ -65,3 +65,29 @@ class Looked:
             self.page.locator("main#content").wait_for()
         self.page.get_by_text(seen).first.wait_for()
         return self.page
+
+    def violations(self, views: Mapping[str, str]) -> dict[tuple[str, str, str], list[str]]:
+        """Return what axe finds wrong in views: (path, scheme, rule) -> elements.
+
+        views: path -> a text that stands there.
+        """
+        found = {}
+        for path, seen in views.items():
+            self.go(path, seen)
+            found.update({(path, *what): nodes for what, nodes in self.violations_here().items()})
+        return found
+
+    def violations_here(self) -> dict[tuple[str, str], list[str]]:
+        """Return what axe finds wrong in what is seen: (scheme, rule) -> elements.
+
+        In the dark its rules of contrast alone: nothing else is another one there.
+        """
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        found = {}
+        for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
+            self.page.emulate_media(color_scheme=scheme)
+            for one in axe.run(self.page, options={"resultTypes": ["violations"], **rules}).response["violations"]:
+                nodes = one["nodes"][:3]
+                found[scheme, one["id"]] = [f"{node['html'][:200]} {node['failureSummary'][:300]}" for node in nodes]
+        self.page.emulate_media(color_scheme="light")
+        return found

@@ -34,7 +34,7 @@ def need(*names: str) -> None:
 
 def run_tool(*arguments: str, stdin: bytes = b"", cwd: Path | None = None) -> tuple[int, str]:
     """Return the exit code of a program, and what it wrote."""
-    done = subprocess.run(arguments, input=stdin, capture_output=True, timeout=60, check=False, cwd=cwd)
+    done = subprocess.run(arguments, input=stdin, capture_output=True, timeout=240, check=False, cwd=cwd)
     return done.returncode, (done.stdout + done.stderr).decode()
 
 

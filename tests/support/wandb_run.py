@@ -27,6 +27,6 @@ def write_wandb_run(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     pytest.importorskip("wandb")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     command = [sys.executable, "-c", _PROGRAM, str(folder)]
-    subprocess.run(command, input=json.dumps(rows), text=True, check=True, timeout=120, env=environ, capture_output=True)
+    subprocess.run(command, input=json.dumps(rows), text=True, check=True, timeout=240, env=environ, capture_output=True)
     (run,) = (folder / "wandb").glob("offline-run-*")
     return run

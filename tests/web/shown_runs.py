@@ -16,7 +16,7 @@ from sentinel.history.config import HistoryConfig
 from ..daemon.test_daemon import daemon, url
 from ..support.waiting import wait_for
 
-LONG_S = 60.0
+LONG_S = 120.0
 """Longest time for what the page and the daemon do on a machine on which much else runs."""
 WITH_HISTORY = DaemonConfig(history=HistoryConfig(enabled=True, flush_s=0.2))
 
@@ -32,6 +32,7 @@ def shown_runs(runs: Path, last_steps: Mapping[str, int]) -> Iterator[str]:
         patch.setattr("sentinel.daemon.live_ranks.LIVE_S", float("inf"))
         # A question that waits for another one is answered late; where it is refused the browser complains.
         patch.setattr("sentinel.daemon.history_api.WAIT_S", LONG_S)
+        patch.setattr("sentinel.daemon.what_if_process.LIMIT_S", LONG_S)
         with daemon(runs, WITH_HISTORY) as one:
             found = url(runs)
 
