@@ -86,7 +86,7 @@ def thinned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
 
 
 @pytest.mark.parametrize("span", [(None, None), (0, 99), (5, 20), (300, 700), (640, 1100), (990, None)])
-@pytest.mark.parametrize("points", [None, 1, 10, 100, 2000])
+@pytest.mark.parametrize("points", [None, 10, *(pytest.param(one, marks=pytest.mark.long) for one in (1, 100, 2000))])
 def test_a_series_has_every_step_once_and_its_least_and_greatest_value(
     thinned: tuple[Path, list[MergedStep]], points: int | None, span: tuple[int | None, int | None]
 ) -> None:

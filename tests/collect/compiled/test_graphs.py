@@ -152,7 +152,7 @@ def test_attached_after_compiling_but_before_the_first_call_is_the_same(tmp_path
         pytest.param("checkpointed", each_block("aot_eager"), marks=pytest.mark.long),
         pytest.param("checkpointed reentrant", each_block("aot_eager"), marks=pytest.mark.long),
         pytest.param("tied", whole("aot_eager"), marks=pytest.mark.long),
-        ("in place", whole("aot_eager")),
+        pytest.param("in place", whole("aot_eager"), marks=pytest.mark.long),
         pytest.param("nested", whole("aot_eager"), marks=pytest.mark.long),
         ("broken", whole("aot_eager", fullgraph=False)),
         pytest.param("tied", whole("eager"), marks=pytest.mark.long),
