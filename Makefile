@@ -15,8 +15,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.sentinel-setup
 TRAINERS := $(VENV)/.sentinel-trainers
 DOCS := $(VENV)/.sentinel-docs
-# Five workers keep two cores at work: half of what the tests take is waiting for processes. One worker has all tests of a file, so that what
-# they share is made once: its reference trainings, its server that ranks are forked off.
+# Five workers keep two cores at work: half of what the tests take is waiting for processes. One worker has all tests of a
+# file, so that what they share is made once: its reference trainings, its server that ranks are forked off.
 SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 5 --dist loadfile --no-loadscope-reorder
 
 # Some hundred processes start in the tests: none of them compiles Sentinel anew.
