@@ -25,6 +25,7 @@ from sentinel.trace import (
     TracedStep,
     TracedTensor,
     TracePath,
+    TraceRings,
     check_compressor,
     read_trace,
     trace_paths,
@@ -121,9 +122,10 @@ def parse_compressor(text: str, reduce: Reduction, softmax: bool) -> Compressor:
 def _follow(run_dir: Path, seen: set[TracePath], last_step: int | None, as_json: bool) -> int:
     """Print traces as they come. last_step: the first step that is not waited for; None: until interrupted."""
     has_printed = False
+    rings = TraceRings(run_dir)
     while True:
         now = time.time()
-        fresh = [one for one in trace_paths(run_dir) if one not in seen]
+        fresh = [one for one in rings.paths() if one not in seen]
         seen.update(fresh)
         has_printed |= _print_all(fresh, as_json)
         progress = progress_of(run_dir, now)

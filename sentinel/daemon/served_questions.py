@@ -16,7 +16,7 @@ from sentinel.daemon.pipeline_api import PipelineQueries, PipelineRequest
 from sentinel.daemon.rules_api import RuleQueries, WhatIfRequest
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
-from sentinel.daemon.trace_api import TraceRequest, traced
+from sentinel.daemon.trace_api import TraceQueries, TraceRequest
 from sentinel.judge.packs import RulePacks
 
 
@@ -27,7 +27,7 @@ class ServedQuestions:
         """health: says which runs are served."""
         self._health, self._config = health, config
         self._series, self._history, self._pipeline = SeriesQueries(), HistoryQueries(), PipelineQueries()
-        self._rules = RuleQueries(packs)
+        self._rules, self._traces = RuleQueries(packs), TraceQueries()
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
@@ -47,7 +47,7 @@ class ServedQuestions:
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
         """Return pictures of tensors that the ranks of a run have made."""
-        return traced(self._run_dir(request.run), request)
+        return self._traces.traced(self._run_dir(request.run), request)
 
     def vectors(self, request: HistoryRequest) -> dict[str, Any]:
         """Return the value of each expert, or of each head, over steps, out of the history."""

@@ -38,7 +38,7 @@ class RunQuestions(Protocol):
         ...
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
-        """Return pictures of tensors that the ranks of a run have made: see `trace_api.traced`."""
+        """Return pictures of tensors that the ranks of a run have made: see `TraceQueries`."""
         ...
 
     def vectors(self, request: HistoryRequest) -> dict[str, Any]:
