@@ -187,13 +187,13 @@ class TraceRings:
         """Return where a trace lies."""
         return TracePath(attempt, rank, step, step_path(ring_dir(self._run_dir, attempt, rank), step))
 
-    def paths(self) -> list[TracePath]:
-        """Return the traces that are there now, in the order of attempt, step, rank."""
+    def paths(self, rank: int | None = None) -> list[TracePath]:
+        """Return the traces that are there now, in the order of attempt, step, rank. rank: of this one; None: of all."""
         found = [
-            self.path(attempt, rank, step)
+            self.path(attempt, one, step)
             for attempt in self.attempts()
-            for rank in self.ranks(attempt)
-            for step in self.steps(attempt, rank)
+            for one in (self.ranks(attempt) if rank is None else (rank,))
+            for step in self.steps(attempt, one)
         ]
         return sorted(found, key=lambda one: (one.attempt, one.step, one.rank))
 
