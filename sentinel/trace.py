@@ -52,6 +52,9 @@ class Compressor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of `top_k`: probabilities over the last dimension in place of logits."""
     seed: int = 0
     """Of `projection`."""
+    vectors: str = ""
+    """Of `projection`: onto the vectors that the trainer's config has under this name in `trace.vectors`, in place of drawn
+    ones; `size` and `seed` say nothing then."""
 
     @property
     def effective_size(self) -> int:
@@ -136,6 +139,10 @@ def check_compressor(where: str, asked: Compressor) -> None:
     most = MOST_SIZES[asked.name]
     if not 1 <= asked.effective_size <= most:
         raise ConfigError(f"{where}.size of {asked.name}: expected 1 to {most}, got {asked.effective_size}")
+    if asked.vectors and asked.name != "projection":
+        raise ConfigError(
+            f"{where}.vectors: expected the compressor projection, which alone has vectors, got {asked.name!r}"
+        )
     if not 0 <= asked.seed < 2**32:
         raise ConfigError(f"{where}.seed: expected 0 to {2**32 - 1}, got {asked.seed}")
 
