@@ -27,20 +27,6 @@ APART = 16
 _OF_STEPS = frozenset({int(FrameType.ROWS), int(FrameType.END_STEP), int(FrameType.VECTOR)})
 
 
-class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks recorded of one step."""
-
-    step: int
-    attempt: int
-    """The newest of those that its ranks were in; 0 where none says."""
-    parts: tuple[RankStep, ...] = ()
-    """Ranks rising; of one that trained the step twice the newest attempt. Empty: nothing of it is in the spool any more."""
-    vectors: dict[int, tuple[Vector, ...]] = {}
-    """Rank -> its vectors."""
-    num_unread: int = 0
-    """Spools that were not looked into, for want of time."""
-
-
 @dataclasses.dataclass(slots=True)
 class SpoolsSeen:
     """What of the spools of a run an answer about a step was made of."""
@@ -167,24 +153,6 @@ class StepLookup:
 
 class _NoTime(Exception):
     """No time was left."""
-
-
-def read_step(run_dir: Path, step: int, goes_on: Callable[[], bool] = lambda: True) -> RecordedStep:
-    """Return what the spool of a run has of a step, whole; goes_on as for `StepLookup`."""
-    lookup = StepLookup(run_dir, step, goes_on)
-    newest: dict[int, FoundPart] = {}
-    for found in lookup:
-        known = newest.get(found.part.rank)
-        if known is None or (known.attempt, known.part.time) < (found.attempt, found.part.time):
-            newest[found.part.rank] = found
-    ranks = sorted(newest)
-    return RecordedStep(
-        step=step,
-        attempt=max((newest[rank].attempt for rank in ranks), default=0),
-        parts=tuple(newest[rank].part for rank in ranks),
-        vectors={rank: newest[rank].vectors for rank in ranks if newest[rank].vectors},
-        num_unread=lookup.num_unread,
-    )
 
 
 def _folders(spool: Path) -> list[str]:

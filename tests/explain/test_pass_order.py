@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sentinel.explain.pass_order import ALL, RankOrder, RankOrders, places_of, words_of
-from sentinel.ingest.step_lookup import read_step
 from sentinel.record import Kind
 from sentinel.step_view import RankStep
 from sentinel.testing.schedules import program_order
 
+from ..support.recorded_step import read_step
 from ..support.serving import small_run
 
 

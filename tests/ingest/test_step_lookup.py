@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sentinel.ingest.step_lookup import read_step
 from sentinel.messages import Vector, Vectors
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
 
+from ..support.recorded_step import read_step
 from ..support.serving import small_run
 
 

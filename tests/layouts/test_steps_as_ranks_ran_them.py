@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from sentinel.explain.call_waits import call_waits
 from sentinel.explain.pass_order import RankOrders, places_of, words_of
-from sentinel.ingest.step_lookup import read_step
 
+from ..support.recorded_step import read_step
 from .builds import ddp, pipeline
 from .layout import Trainer, train_ranks
 
