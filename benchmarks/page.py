@@ -11,34 +11,25 @@ garbage, at the beginning, on the way and at the end; 0 minutes: not measured.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
 import platform
 import shutil
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from page_answers import asked, served, until
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.daemon import Daemon, ServeOptions
-from sentinel.daemon.http.config import HttpConfig
-from sentinel.history.config import HistoryConfig
 from tests.support.large_run import write_deep_run, write_wide_run
 from tests.support.serving import small_run
 
-READY_S = 600.0
 VIEWS: Sequence[tuple[str, str, str]] = (
     ("all runs", "/", "table.runs tbody tr"),
     ("one run", "/#/runs/wide", "figure.plot canvas"),
@@ -55,38 +46,6 @@ WATCH = """() => {
   }).observe({ type: "event", durationThreshold: 16, buffered: false });
 }"""
 PAINTED = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
-
-
-@contextlib.contextmanager
-def served(runs: Path) -> Iterator[str]:
-    """Yield the address of a daemon in a thread of this process that serves a directory of runs."""
-    config = DaemonConfig(history=HistoryConfig(enabled=True, flush_s=1.0))
-    options = ServeOptions(directory=runs, config=config, http=HttpConfig(port=0), drain_s=2.0)
-    one = Daemon(options, {}, io.StringIO())
-    with mock.patch("sentinel.daemon.loop_requests.signal.signal"):
-        thread = threading.Thread(target=one.run)
-        thread.start()
-        try:
-            until(one.api.is_ready)
-            yield str(json.loads((runs / ".daemon" / "http.json").read_text())["url"])
-        finally:
-            one.stop()
-            thread.join(60)
-
-
-def until(is_so: Callable[[], object]) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + READY_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {READY_S:g} s")
-        time.sleep(0.1)
-
-
-def asked(address: str, path: str) -> Any:
-    """Return what the API answers."""
-    with urllib.request.urlopen(f"{address}/api/v1/{path}", timeout=READY_S) as answer:
-        return json.load(answer)
 
 
 def paint_ms(browser: Browser, address: str, path: str, wanted: str) -> float:

@@ -23,7 +23,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         "checksum", "allow_commands", "dump", "trace", "struct", "layer_offset", "name_map", "site_placements",
         "gradient_divisor", "outside_probes", "max_rows",
         "spool", "dump.end_step", "dump.first_n", "dump.quota_bytes", "dump.in_flight_bytes", "trace.ring_bytes",
-        "trace.in_flight_bytes", "spool.max_bytes",
+        "trace.in_flight_bytes", "trace.vectors", "spool.max_bytes",
         "spool.file_bytes", "spool.queue_bytes",
     ),
     DAEMON: (

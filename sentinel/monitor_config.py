@@ -213,6 +213,9 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     in_flight_bytes: int = 64 * 2**20
     """Most bytes held in memory on their way to the disk. A step for which earlier ones leave no room is dropped
     and counted; of one that is larger by itself, what does not fit is left out and named."""
+    vectors: dict[str, str] = {}
+    """Name -> safetensors file with one tensor [1 to 64 vectors, hidden size]: what a command may have tokens projected
+    onto, by this name. Each rank reads the files once, when it attaches; no command can name another file."""
 
     def __post_init__(self) -> None:
         for key in ("ring_bytes", "in_flight_bytes"):

@@ -6,8 +6,9 @@ the metadata under `dump.HEAD_KEY`. Each rank keeps its newest steps only: its f
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -27,7 +28,12 @@ SIZES: dict[str, int] = {"tile": 96, "projection": 3, "pca": 3, "top_k": 16, "hi
 MOST_SIZES: dict[str, int] = {"tile": 512, "projection": 64, "pca": 8, "top_k": 1024, "histogram": 4096, "none": 1}
 REDUCTIONS: tuple[str, ...] = ("mean", "max", "min", "absmax")
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
-_FILE = re.compile(r"attempt(\d{1,9})/rank(\d{1,9})/step(\d{1,18})\.safetensors")
+_ATTEMPT = re.compile(r"attempt(0|[1-9]\d{0,8})")
+_RANK = re.compile(r"rank(0|[1-9]\d{0,8})")
+_STEP = re.compile(r"step(0|[1-9]\d{0,17})\.safetensors")
+SETTLED_NS = 2_000_000_000
+"""Age of a folder's last change from which its list is kept: clocks of file systems are as coarse as that, and what happens
+twice in one of their ticks shows once."""
 
 
 class Compressor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +52,9 @@ class Compressor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of `top_k`: probabilities over the last dimension in place of logits."""
     seed: int = 0
     """Of `projection`."""
+    vectors: str = ""
+    """Of `projection`: onto the vectors that the trainer's config has under this name in `trace.vectors`, in place of drawn
+    ones; `size` and `seed` say nothing then."""
 
     @property
     def effective_size(self) -> int:
@@ -130,6 +139,10 @@ def check_compressor(where: str, asked: Compressor) -> None:
     most = MOST_SIZES[asked.name]
     if not 1 <= asked.effective_size <= most:
         raise ConfigError(f"{where}.size of {asked.name}: expected 1 to {most}, got {asked.effective_size}")
+    if asked.vectors and asked.name != "projection":
+        raise ConfigError(
+            f"{where}.vectors: expected the compressor projection, which alone has vectors, got {asked.name!r}"
+        )
     if not 0 <= asked.seed < 2**32:
         raise ConfigError(f"{where}.seed: expected 0 to {2**32 - 1}, got {asked.seed}")
 
@@ -146,15 +159,67 @@ def step_path(folder: Path, step: int) -> Path:
 
 def trace_paths(run_dir: Path) -> list[TracePath]:
     """Return the traces that are there now, in the order of attempt, step, rank."""
-    return sorted(_found(run_dir / TRACES), key=lambda one: (one.attempt, one.step, one.rank))
+    return TraceRings(run_dir).paths()
 
 
-def _found(root: Path) -> Iterator[TracePath]:
-    for path in root.glob("attempt*/rank*/step*.safetensors"):
-        match = _FILE.fullmatch(path.relative_to(root).as_posix())
-        if match is not None:
-            attempt, rank, step = map(int, match.groups())
-            yield TracePath(attempt, rank, step, path)
+class TraceRings:
+    """The traces of a run, rank by rank, for whoever looks again and again: a folder is listed once for each change of it.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._listed: dict[str, tuple[int, tuple[int, ...]]] = {}
+        """Folder -> (when it had changed last, the numbers in it), of those that may not have changed since."""
+
+    def attempts(self) -> tuple[int, ...]:
+        """Return the attempts in which any rank traced, rising; what is left of them may be nothing."""
+        return self._numbers(f"{self._run_dir}/{TRACES}", _ATTEMPT)
+
+    def ranks(self, attempt: int) -> tuple[int, ...]:
+        """Return the ranks that traced in an attempt, rising."""
+        return self._numbers(f"{self._run_dir}/{TRACES}/attempt{attempt}", _RANK)
+
+    def steps(self, attempt: int, rank: int) -> tuple[int, ...]:
+        """Return the steps of a rank's ring, rising; empty where it has none."""
+        return self._numbers(f"{self._run_dir}/{TRACES}/attempt{attempt}/rank{rank}", _STEP)
+
+    def newest_attempt(self) -> int | None:
+        """Return the newest attempt of which any trace is there; None: nothing is."""
+        found = reversed(self.attempts())
+        return next((one for one in found if any(self.steps(one, rank) for rank in self.ranks(one))), None)
+
+    def path(self, attempt: int, rank: int, step: int) -> TracePath:
+        """Return where a trace lies."""
+        return TracePath(attempt, rank, step, step_path(ring_dir(self._run_dir, attempt, rank), step))
+
+    def paths(self, rank: int | None = None) -> list[TracePath]:
+        """Return the traces that are there now, in the order of attempt, step, rank. rank: of this one; None: of all."""
+        found = [
+            self.path(attempt, one, step)
+            for attempt in self.attempts()
+            for one in (self.ranks(attempt) if rank is None else (rank,))
+            for step in self.steps(attempt, one)
+        ]
+        return sorted(found, key=lambda one: (one.attempt, one.step, one.rank))
+
+    def _numbers(self, folder: str, form: re.Pattern[str]) -> tuple[int, ...]:
+        """Return the numbers of what a folder holds that is called so."""
+        now_ns = time.time_ns()
+        try:
+            changed_ns = os.stat(folder).st_mtime_ns  # noqa: PTH116 -- Path objects cost more than the call
+            known_ns, numbers = self._listed.get(folder, (-1, ()))
+            if known_ns == changed_ns:
+                return numbers
+            names = os.listdir(folder)  # noqa: PTH208
+        except OSError:
+            self._listed.pop(folder, None)
+            return ()
+        numbers = tuple(sorted(int(match[1]) for name in names if (match := form.fullmatch(name))))
+        if now_ns - changed_ns > SETTLED_NS:
+            self._listed[folder] = (changed_ns, numbers)
+        return numbers
 
 
 def read_trace(path: Path) -> TracedStep:

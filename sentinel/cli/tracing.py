@@ -25,6 +25,7 @@ from sentinel.trace import (
     TracedStep,
     TracedTensor,
     TracePath,
+    TraceRings,
     check_compressor,
     read_trace,
     trace_paths,
@@ -44,6 +45,8 @@ _HINT = "does the trainer's config name TraceTensors in allow_commands?"
 @click.option("--reduce", type=click.Choice(get_args(Reduction)), default="mean", show_default=True,
               help="tile: what a tile shows of its elements.")  # fmt: skip
 @click.option("--softmax", is_flag=True, help="top_k: probabilities in place of logits.")
+@click.option("--vectors", default="", metavar="NAME",
+              help="projection: the vectors that the trainer's config has under this name. Default: drawn.")  # fmt: skip
 @click.option("--tokens", is_flag=True, help="The whole numbers that the model is given, too.")
 @click.option("--every-micro-step", is_flag=True, help="Every micro-batch of a step. Default: the first.")
 @click.option("--at-step", default="auto", show_default=True, metavar="N|auto",
@@ -62,6 +65,7 @@ def trace(
     compressor: str,
     reduce: Reduction,
     softmax: bool,
+    vectors: str,
     tokens: bool,
     every_micro_step: bool,
     at_step: str,
@@ -82,7 +86,7 @@ def trace(
     if is_shown and not follow:
         return CLEAN if _print_all(trace_paths(run_dir), as_json) else _nothing(run_dir)
     asked = Trace(
-        compressor=parse_compressor(compressor, reduce, softmax), every_micro_step=every_micro_step, tokens=tokens
+        compressor=parse_compressor(compressor, reduce, softmax, vectors), every_micro_step=every_micro_step, tokens=tokens,
     )  # fmt: skip
     there = set(trace_paths(run_dir))
     if is_shown:
@@ -107,12 +111,13 @@ def trace(
     return _follow(run_dir, there, command.at_step + for_steps, as_json)
 
 
-def parse_compressor(text: str, reduce: Reduction, softmax: bool) -> Compressor:
+def parse_compressor(text: str, reduce: Reduction, softmax: bool, vectors: str = "") -> Compressor:
     """Return the compressor of `NAME` or `NAME:SIZE`; ConfigError for one that nobody can form."""
     name, _, size = text.partition(":")
     if ":" in text and not (size.isascii() and size.isdecimal()):
         raise ConfigError(f'--compressor: expected NAME or NAME:SIZE with a whole number, got "{text[:60]}"')
-    asked: Any = {"name": name, "size": int(size[:9]) if size else None, "reduce": reduce, "softmax": softmax}
+    asked: Any = {"name": name, "size": int(size[:9]) if size else None, "reduce": reduce, "softmax": softmax,
+                  "vectors": vectors}  # fmt: skip
     found = Compressor(**asked)
     check_compressor("--compressor", found)
     return found
@@ -121,9 +126,10 @@ def parse_compressor(text: str, reduce: Reduction, softmax: bool) -> Compressor:
 def _follow(run_dir: Path, seen: set[TracePath], last_step: int | None, as_json: bool) -> int:
     """Print traces as they come. last_step: the first step that is not waited for; None: until interrupted."""
     has_printed = False
+    rings = TraceRings(run_dir)
     while True:
         now = time.time()
-        fresh = [one for one in trace_paths(run_dir) if one not in seen]
+        fresh = [one for one in rings.paths() if one not in seen]
         seen.update(fresh)
         has_printed |= _print_all(fresh, as_json)
         progress = progress_of(run_dir, now)

@@ -6,20 +6,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from sentinel.anomaly import Anomaly
+from sentinel.daemon.kept_steps import KeptSteps, LookedUpStep
 from sentinel.daemon.series_api import Busy, whole_number
 from sentinel.errors import MALFORMED, ConfigError
-from sentinel.explain.call_waits import call_waits
 from sentinel.explain.cascade import cascade_of
 from sentinel.explain.drawing import rank_words, way
-from sentinel.explain.pass_order import MicroPass, RankOrder, order_of, places_of, words_of
+from sentinel.explain.pass_order import MicroPass, RankOrder, places_of, words_of
 from sentinel.explain.spread import SpreadEvent, spread_of
 from sentinel.incident import Incident
-from sentinel.ingest.step_lookup import RecordedStep, read_step
 from sentinel.known_words import nearest
 from sentinel.messages import EndStep
 from sentinel.order.causal import sort_key
@@ -92,6 +92,7 @@ class PipelineQueries:
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
+        self._steps = KeptSteps()
 
     def answer(self, run: PipelineSource, request: PipelineRequest, newest: int | None) -> dict[str, Any]:
         """Return the step, and what was found in it. newest: the step that was judged last; None: none was.
@@ -102,15 +103,37 @@ class PipelineQueries:
         opened = revisions[-1].opened_step if revisions else newest
         asked = request.step if request.step is not None else opened
         members, causes, num_found = _found(run, revisions, asked)
-        if not self._asking.acquire(timeout=WAIT_S):
-            raise Busy("another step is being looked up; try again in a moment")
-        try:
-            recorded, notes = _recorded(run, asked, newest)
-        finally:
-            self._asking.release()
+        recorded, notes = self._recorded(run, asked, newest)
         return _answer(request, asked, recorded, spread_of(members, causes), num_found, notes) | {
             "way": _way(members, causes)
         }
+
+    def _recorded(self, run: PipelineSource, asked: int | None, newest: int | None) -> tuple[LookedUpStep | None, list[str]]:
+        """Return the step as it lies in the spool, else the newest judged one; and what is to be said of it."""
+        deadline = time.monotonic() + READ_S
+        notes: list[str] = []
+        for step in dict.fromkeys(one for one in (asked, newest) if one is not None):
+            found = self._steps.known(run.paths.run_dir, step) or self._looked_up(run.paths.run_dir, step, deadline)
+            if found.num_unread:
+                seconds = f"the spools were read for {READ_S:g} s"
+                notes.append(f"Of {found.num_unread} processes nothing is here: {seconds}.")
+            if found.orders:
+                return found, notes
+            if step == asked:
+                there = "" if newest in (None, asked) else f" What is drawn is the schedule of step {newest}."
+                notes.append(f"Step {asked} is no longer in the spool, or no rank recorded it.{there}")
+        return None, notes
+
+    def _looked_up(self, run_dir: Path, step: int, deadline: float) -> LookedUpStep:
+        if not self._asking.acquire(timeout=WAIT_S):
+            raise Busy("another step is being looked up; try again in a moment")
+        try:
+            # Whoever waited may have waited for this one.
+            return self._steps.known(run_dir, step) or self._steps.look_up(
+                run_dir, step, lambda: time.monotonic() < deadline
+            )
+        finally:
+            self._asking.release()
 
 
 def _revisions(run: PipelineSource, incident: str) -> list[Incident]:
@@ -153,23 +176,6 @@ def _anomaly(body: bytes) -> Anomaly | None:
         return None
 
 
-def _recorded(run: PipelineSource, asked: int | None, newest: int | None) -> tuple[RecordedStep | None, list[str]]:
-    """Return the step as it lies in the spool, else the newest judged one; and what is to be said of it."""
-    deadline = time.monotonic() + READ_S
-    notes: list[str] = []
-    for step in dict.fromkeys(one for one in (asked, newest) if one is not None):
-        found = read_step(run.paths.run_dir, step, lambda: time.monotonic() < deadline)
-        if found.num_unread:
-            seconds = f"the spools were read for {READ_S:g} s"
-            notes.append(f"Of {found.num_unread} processes nothing is here: {seconds}.")
-        if found.parts:
-            return found, notes
-        if step == asked:
-            there = "" if newest in (None, asked) else f" What is drawn is the schedule of step {newest}."
-            notes.append(f"Step {asked} is no longer in the spool, or no rank recorded it.{there}")
-    return None, notes
-
-
 def _way(members: Sequence[Anomaly], causes: frozenset[str]) -> list[str]:
     if not causes:
         return []
@@ -180,29 +186,27 @@ def _way(members: Sequence[Anomaly], causes: frozenset[str]) -> list[str]:
 def _answer(
     request: PipelineRequest,
     asked: int | None,
-    recorded: RecordedStep | None,
+    recorded: LookedUpStep | None,
     events: Sequence[SpreadEvent],
     num_found: int,
     notes: list[str],
 ) -> dict[str, Any]:
-    parts = recorded.parts if recorded is not None else ()
-    orders = [order_of(part) for part in parts] or _orders_of(events)
+    is_recorded = recorded is not None and bool(recorded.orders)
+    orders = list(recorded.orders) if recorded is not None and is_recorded else _orders_of(events)
     places = places_of(orders)
-    ends = {part.rank: part.end_step for part in parts}
+    ends = recorded.ends if recorded is not None else {}
     distinct: dict[tuple[tuple[MicroPass, ...], tuple[int, ...]], int] = {}
     order_at = {one.rank: distinct.setdefault((one.passes, places[one.rank]), len(distinct)) for one in orders}
     groups = _groups(orders, order_at, events)
     row_of = {rank: at for at, ranks in enumerate(groups) for rank in ranks}
     by_rank = {one.rank: one for one in orders}
-    waits = []
-    if recorded is not None:
-        waits = call_waits(recorded.vectors, {part.rank: part.descriptor for part in parts})
+    waits = recorded.waits if recorded is not None else ()
     return {
         "run": request.run,
         "incident": request.incident or None,
         "asked_step": asked,
-        "step": recorded.step if parts and recorded is not None else asked,
-        "is_recorded": bool(parts),
+        "step": recorded.step if is_recorded and recorded is not None else asked,
+        "is_recorded": is_recorded,
         "attempt": recorded.attempt if recorded is not None else 0,
         "num_ranks": len(orders),
         "num_columns": max((at[-1] + 1 for at in places.values() if at), default=0),
@@ -216,7 +220,7 @@ def _answer(
         "events": [_event(one, row_of) for one in events],
         "num_events": num_found,
         "waits": msgspec.to_builtins(waits[:MOST_WAITS]),
-        "notes": [*notes, *_notes(orders, ends, bool(parts), bool(waits))],
+        "notes": [*notes, *_notes(orders, ends, is_recorded, bool(waits))],
     }
 
 

@@ -13,10 +13,11 @@ from sentinel.daemon.daemon_health import DaemonHealth
 from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.http.daemon_api import UnknownRun
 from sentinel.daemon.pipeline_api import PipelineQueries, PipelineRequest
+from sentinel.daemon.report_process import ReportFile, ReportQueries
 from sentinel.daemon.rules_api import RuleQueries, WhatIfRequest
 from sentinel.daemon.series_api import SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import ServedRun
-from sentinel.daemon.trace_api import TraceRequest, traced
+from sentinel.daemon.trace_api import TraceQueries, TraceRequest
 from sentinel.judge.packs import RulePacks
 
 
@@ -27,7 +28,7 @@ class ServedQuestions:
         """health: says which runs are served."""
         self._health, self._config = health, config
         self._series, self._history, self._pipeline = SeriesQueries(), HistoryQueries(), PipelineQueries()
-        self._rules = RuleQueries(packs)
+        self._rules, self._traces, self._reports = RuleQueries(packs), TraceQueries(), ReportQueries()
 
     def series(self, request: SeriesRequest) -> dict[str, Any]:
         """Return values of tensors, groups of them or scalars: see `SeriesQueries`."""
@@ -47,7 +48,7 @@ class ServedQuestions:
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
         """Return pictures of tensors that the ranks of a run have made."""
-        return traced(self._run_dir(request.run), request)
+        return self._traces.traced(self._run_dir(request.run), request)
 
     def vectors(self, request: HistoryRequest) -> dict[str, Any]:
         """Return the value of each expert, or of each head, over steps, out of the history."""
@@ -57,6 +58,11 @@ class ServedQuestions:
         """Return a step as its ranks ran it, with what was found in it in the causal order."""
         [one] = chosen(self._health.runs, request.run)
         return self._pipeline.answer(one, request, one.status.metrics().judged_step)
+
+    def report(self, run: str, incident: str | None) -> ReportFile:
+        """Return the post-mortem of a run, or of one of its incidents."""
+        [one] = chosen(self._health.runs, run)
+        return self._reports.report(one, incident)
 
     def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
         """Return where two runs diverge, out of their histories."""

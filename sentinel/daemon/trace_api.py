@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import heapq
+import itertools
+import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,12 @@ import msgspec
 import numpy as np
 
 from sentinel.errors import WireError
-from sentinel.trace import TracedStep, TracePath, read_trace, trace_paths
+from sentinel.trace import TracedStep, TracePath, TraceRings, read_trace
 
 MAX_STEPS = 200
 """Most files in one answer."""
+MOST_RUNS = 8
+"""Runs whose lists of traces are remembered; of 2,048 ranks with 100 steps each one takes some 10 MB."""
 MAX_BYTES = 8 << 20
 """Bytes of pictures past which an answer has no further step."""
 NOTHING_TRACED = (
@@ -56,37 +62,59 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.convert(plain, cls)
 
 
-def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
-    """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more", "hint"} of a run.
+class TraceQueries:
+    """Answers requests, from any thread. The folders of the runs that were asked for last are listed when they change."""
 
-    A step is {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
-    `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64 of
-    little-endian numbers}. The word of the picture itself is empty. hint: what to do where a run has traced nothing; it
-    has no attempt then.
-    """
-    there = trace_paths(run_dir)
-    if not there:
-        return {"attempt": None, "ranks": [], "steps": [], "problems": [], "has_more": False, "hint": NOTHING_TRACED}
-    attempt = max(one.attempt for one in there) if request.attempt is None else request.attempt
-    there = [one for one in there if one.attempt == attempt]
-    ranks = sorted({one.rank for one in there})
-    wanted = [one for one in there if request.rank is None or one.rank == request.rank]
-    if request.after is None:
-        chosen = list({one.rank: one for one in wanted}.values())
-    else:
-        chosen = [one for one in wanted if one.step > request.shown.get(one.rank, request.after)]
-    problems: list[str] = []
-    steps: list[dict[str, Any]] = []
-    num_bytes = 0
-    has_more = False
-    for step in _read(chosen, problems):
-        if len(steps) >= MAX_STEPS or num_bytes >= MAX_BYTES:
-            has_more = True
-            break
-        shown = _shown(step, request.name)
-        num_bytes += sum(len(picture["data"]) for one in shown["tensors"] for picture in one["pictures"].values())
-        steps.append(shown)
-    return {"attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more, "hint": ""}
+    def __init__(self) -> None:
+        self._rings: dict[Path, TraceRings] = {}
+        self._listing = threading.Lock()
+
+    def traced(self, run_dir: Path, request: TraceRequest) -> dict[str, Any]:
+        """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more", "hint"} of a run.
+
+        A step is {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
+        `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64 of
+        little-endian numbers}. The word of the picture itself is empty. hint: what to do where a run has traced nothing; it
+        has no attempt then.
+        """
+        attempt, ranks, chosen = self._chosen(run_dir, request)
+        if attempt is None:
+            return {"attempt": None, "ranks": [], "steps": [], "problems": [], "has_more": False, "hint": NOTHING_TRACED}
+        problems: list[str] = []
+        steps: list[dict[str, Any]] = []
+        num_bytes = 0
+        has_more = False
+        for step in _read(chosen, problems):
+            if len(steps) >= MAX_STEPS or num_bytes >= MAX_BYTES:
+                has_more = True
+                break
+            shown = _shown(step, request.name)
+            num_bytes += sum(len(picture["data"]) for one in shown["tensors"] for picture in one["pictures"].values())
+            steps.append(shown)
+        return {
+            "attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more, "hint": "",
+        }  # fmt: skip
+
+    def _chosen(self, run_dir: Path, request: TraceRequest) -> tuple[int | None, list[int], Iterator[TracePath]]:
+        """Return (attempt, the ranks that traced in it, what is asked for in the order of step and rank)."""
+        with self._listing:
+            rings = self._rings.pop(run_dir, None) or TraceRings(run_dir)
+            self._rings[run_dir] = rings
+            while len(self._rings) > MOST_RUNS:
+                del self._rings[next(iter(self._rings))]
+            newest = rings.newest_attempt()
+            attempt = newest if newest is None or request.attempt is None else request.attempt
+            if attempt is None:
+                return None, [], iter(())
+            ranks = rings.ranks(attempt)
+            wanted = [rank for rank in ranks if request.rank in (None, rank)]
+            steps = {rank: found for rank in wanted if (found := rings.steps(attempt, rank))}
+        if request.after is None:
+            return attempt, list(ranks), (rings.path(attempt, rank, found[-1]) for rank, found in steps.items())
+        behind = {rank: bisect_right(found, request.shown.get(rank, request.after)) for rank, found in steps.items()}
+        # Few of them are shown: the others are not put in order.
+        merged = heapq.merge(*(zip(found[behind[rank] :], itertools.repeat(rank)) for rank, found in steps.items()))
+        return attempt, list(ranks), (rings.path(attempt, rank, step) for step, rank in merged)
 
 
 def numbers_of(picture: Mapping[str, Any]) -> np.ndarray:

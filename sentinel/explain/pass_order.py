@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from sentinel.kinds import KINDS, Phase
 from sentinel.messages import Descriptor
@@ -60,25 +61,36 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
         return any(one.micro_step == ALL for one in self.passes)
 
 
-def order_of(part: RankStep) -> RankOrder:
-    """Return what a rank did in a step, by the rows that it has of it."""
-    place = part.descriptor.place
-    return RankOrder(
-        rank=part.rank,
-        lane=(place.dp_rank, place.tp_rank, place.cp_rank, place.ep_rank),
-        pp_stage=place.pp_rank,
-        depths=tuple((one.vpp_stage, one.depth) for one in part.descriptor.chunks),
-        passes=tuple(_passes(part)),
-    )
+class RankOrders:
+    """Makes the orders of the ranks of a step. Ranks whose rows tell the same share one tuple of passes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, ...], tuple[MicroPass, ...]] = {}
+
+    def of(self, part: RankStep) -> RankOrder:
+        """Return what a rank did in a step, by the rows that it has of it."""
+        place, rows = part.descriptor.place, part.rows
+        chunks = _chunks(part.descriptor, rows["tensor"])
+        told = (*(rows[name].tobytes() for name in ("kind", "micro_step", "flags", "call_id")), chunks.tobytes())
+        passes = self._known.get(told)
+        if passes is None:
+            passes = self._known.setdefault(told, tuple(_passes(rows, chunks)))
+        return RankOrder(
+            rank=part.rank,
+            lane=(place.dp_rank, place.tp_rank, place.cp_rank, place.ep_rank),
+            pp_stage=place.pp_rank,
+            depths=tuple((one.vpp_stage, one.depth) for one in part.descriptor.chunks),
+            passes=passes,
+        )
 
 
-def _passes(part: RankStep) -> list[MicroPass]:
-    rows = part.rows
+def _passes(rows: npt.NDArray[np.void], chunks: npt.NDArray[np.int64]) -> list[MicroPass]:
+    """Return the passes that rows tell of. chunks: [rows], the vpp_stage of each."""
     way = _WAY_OF_KIND[rows["kind"]]
     micro_step = rows["micro_step"].astype(np.int64)
     kept = np.flatnonzero((way != _NONE) & ((micro_step >= 0) | (rows["flags"] & int(Flag.FOLDED) != 0)))
     kept = kept[np.argsort(rows["call_id"][kept], kind="stable")]
-    way, micro_step, chunk = way[kept], micro_step[kept], _chunks(part.descriptor, rows["tensor"][kept])
+    way, micro_step, chunk = way[kept], micro_step[kept], chunks[kept]
     # A backward makes gradients of data and of weights by turns: they are one pass.
     direction = np.where(way == _WGRAD, _BACKWARD, way)
     key = np.stack([direction, chunk, micro_step])
@@ -92,7 +104,7 @@ def _passes(part: RankStep) -> list[MicroPass]:
     return found
 
 
-def _chunks(descriptor: Descriptor, tensors: np.ndarray) -> np.ndarray:
+def _chunks(descriptor: Descriptor, tensors: np.ndarray) -> npt.NDArray[np.int64]:
     size = 1 + max((one.id for one in descriptor.tensors), default=0)
     chunks = np.zeros(size, np.int64)
     for one in descriptor.tensors:

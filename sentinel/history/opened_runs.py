@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from sentinel.aggregate import matches, nearest_names
 from sentinel.errors import ConfigError, StoreError
-from sentinel.history import found_records, histogram_question, run_summary, series_question
+from sentinel.history import found_records, histogram_question, run_summary, series_question, trace_question
 from sentinel.history.answer_table import AnswerTable
 from sentinel.history.config import FOLDER
 from sentinel.history.histogram_question import HistogramQuestion
@@ -21,6 +21,7 @@ from sentinel.history.plots import plot_anomalies, plot_histogram, plot_incident
 from sentinel.history.questions import answered, asking
 from sentinel.history.series_question import BOUNDS, MOST_STEPS, SeriesQuestion
 from sentinel.history.table_schemas import WIDTHS
+from sentinel.history.trace_question import TraceQuestion, TraceTable
 from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
@@ -131,6 +132,25 @@ class OpenedRuns:
         question = HistogramQuestion(name=name, step=step, kind=kind)
         return AnswerTable(histogram_question.answer(question, self.directories), plot_histogram)
 
+    def traces(
+        self,
+        name: str = "*",
+        *,
+        kind: str | None = None,
+        steps: tuple[int | None, int | None] = ALL,
+        rank: int | None = None,
+    ) -> TraceTable:
+        """Return the pictures of tensors that ranks made: a row for each, and `arrays()` has them as numpy arrays.
+
+        name: a tensor's on its rank, or a glob. kind: `activation`, `tokens`, ...; None: all. steps: first and last, both
+        included. rank: of this one alone. They lie in the rings of the ranks, which keep the newest steps. `part` is empty
+        for the picture itself, and names what belongs to it (`indices` of `top_k`). It needs no history.
+        """
+        if rank is not None and (isinstance(rank, bool) or not hasattr(rank, "__index__")):
+            raise ConfigError(f"traces: rank must be a whole number or None, got {rank!r}")
+        question = TraceQuestion(name=name, kind=kind, steps=_span("traces", steps), rank=rank)
+        return trace_question.answer(question, self.directories)
+
     def sql(self, query: str) -> AnswerTable:
         """Return the answer to a query, as `sentinel sql` gives it: the same views, no other file, no network.
 
@@ -151,8 +171,8 @@ class OpenedRuns:
             if not (directory / FOLDER / MANIFEST).is_file():
                 raise StoreError(
                     f"{directory}: expected a run with a history, there is none in {directory / FOLDER}; the daemon writes "
-                    "it where its configuration says history: {enabled: true}. Without it anomalies(), incidents() and "
-                    "histogram(...) work, and sentinel export reads the spool"
+                    "it where its configuration says history: {enabled: true}. Without it anomalies(), incidents(), "
+                    "histogram(...) and traces(...) work, and sentinel export reads the spool"
                 )
         with asking(self.directories) as connection:
             yield connection

@@ -81,6 +81,22 @@ def plot_histogram(rows: pa.Table, ax: Axes | None) -> Axes:
     return _titled(axes, rows, num, "histograms")
 
 
+def plot_picture(rows: pa.Table, ax: Axes | None) -> Axes:
+    """Draw the last row of `OpenedRuns.traces` that is a picture: its last two dimensions, the first of the leading ones."""
+    pictures = rows.filter(pc.equal(rows.column("part"), ""))
+    if not pictures.num_rows:
+        raise ConfigError("plot: expected a picture of a tensor, got none")
+    [last] = pictures.slice(pictures.num_rows - 1).to_pylist()
+    shape = [1, 1, *last["shape"]]
+    values = np.asarray(last["values"], np.float64).reshape(-1, *shape[-2:])
+    if not values.size:
+        raise ConfigError(f"plot: expected a picture with numbers in it, got one of shape {last['shape']}")
+    axes = _axes(ax)
+    axes.imshow(values[0], aspect="auto", interpolation="nearest")
+    axes.set_title(_text(f"{last['kind']} {last['name']}, step {last['step']}, rank {last['rank']}", 120))
+    return axes
+
+
 def plot_anomalies(rows: pa.Table, ax: Axes | None) -> Axes:
     """Draw the rows of `OpenedRuns.anomalies`: a point each onset at its step, a line each tensor, coloured by severity."""
     onsets = rows.filter(pc.equal(rows.column("event"), "onset"))

@@ -22,6 +22,7 @@ NEXT = (
     ("tensors(), scalars()", "what was measured, and where something was not finite"),
     ("incidents(), anomalies()", "what was found"),
     ("histogram(name)", "a tensor's newest histogram"),
+    ("traces(name)", "pictures of tensors that ranks made"),
     ("sql(query)", "any question, over moments, scalars, steps, ..."),
 )
 """(method, what it answers)."""

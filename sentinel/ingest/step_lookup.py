@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,112 +15,160 @@ from sentinel.ingest.screening import Screening
 from sentinel.ingest.step_parts import RankPartOfStep
 from sentinel.messages import Vector, Vectors
 from sentinel.step_view import RankStep
-from sentinel.wire.frame import NO_ATTEMPT, Frame, FrameType
+from sentinel.wire.frame import DESCRIPTIONS, NO_ATTEMPT, Frame, FrameType
+from sentinel.wire.frame_hops import FoundHead, FrameHops
 from sentinel.wire.spool import parse_incarnation_folder
-from sentinel.wire.spool_files import list_files, list_kept
-from sentinel.wire.spool_reader import SpoolReader
+from sentinel.wire.spool_files import list_stored
 
-HEAD_BYTES = 256 * 2**10
-"""Bytes of a file that are read to learn with which step it begins."""
-WINDOW_BYTES = 2**20
-"""Bytes that are read at a time on the way to the step."""
+LOOK_FRAMES = 256
+"""Frames on the way to the step between two looks at the time."""
 APART = 16
 """Of so many spools that lie beside each other one is read, then the next of each."""
 _OF_STEPS = frozenset({int(FrameType.ROWS), int(FrameType.END_STEP), int(FrameType.VECTOR)})
 
 
-class RecordedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks recorded of one step."""
+@dataclasses.dataclass(slots=True)
+class SpoolsSeen:
+    """What of the spools of a run an answer about a step was made of."""
 
-    step: int
+    folders: list[str] = dataclasses.field(default_factory=list)
+    unfinished: dict[str, tuple[dict[int, str], int]] = dataclasses.field(default_factory=dict)
+    """Folder of each process that had written nothing of a later step -> (its files, bytes of the newest)."""
+
+    def is_unchanged(self, run_dir: Path) -> bool:
+        """Return whether nothing was written that may belong to the step: no process began, and no unfinished one wrote."""
+        spool = run_dir / "spool"
+        if _folders(spool) != self.folders:
+            return False
+        return all(
+            list_stored(spool / name) == files and _size(spool / name, files) == size
+            for name, (files, size) in self.unfinished.items()
+        )
+
+
+class FoundPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process recorded of a step."""
+
     attempt: int
-    """The newest of those that its ranks were in; 0 where none says."""
-    parts: tuple[RankStep, ...] = ()
-    """Ranks rising; of one that trained the step twice the newest attempt. Empty: nothing of it is in the spool any more."""
-    vectors: dict[int, tuple[Vector, ...]] = {}
-    """Rank -> its vectors."""
-    num_unread: int = 0
-    """Spools that were not looked into, for want of time."""
+    """0 where it could not learn it."""
+    part: RankStep
+    vectors: tuple[Vector, ...] = ()
 
 
-def read_step(run_dir: Path, step: int, goes_on: Callable[[], bool] = lambda: True) -> RecordedStep:
-    """Return what the spool of a run has of a step. Frames pass the screening that the daemon's pass.
+class StepLookup:
+    """The step of a run, process by process as it is read, so that nobody holds the rows of all.
 
-    goes_on: asked before each spool and each window; once it says no, the other spools are counted and left out.
+    Frames pass the screening that the daemon's pass. Of a rank that trained the step twice each process comes, in no order.
     """
-    newest: dict[int, tuple[tuple[int, float], RankStep, tuple[Vector, ...]]] = {}
-    num_unread = 0
-    folders = [one for one in sorted((run_dir / "spool").glob("r*")) if parse_incarnation_folder(one.name) is not None]
-    # Where time runs out some ranks of each stage are there.
-    for folder in (one for at in range(APART) for one in folders[at::APART]):
-        found = _of_folder(folder, step, goes_on) if goes_on() else None
-        if found is None:
-            num_unread += 1
-            continue
-        attempt, part, vectors = found
-        if part is not None:
-            age = (attempt, part.time)
-            if part.rank not in newest or newest[part.rank][0] < age:
-                newest[part.rank] = (age, part, vectors)
-    ranks = sorted(newest)
-    return RecordedStep(
-        step=step,
-        attempt=max((newest[rank][0][0] for rank in ranks), default=0),
-        parts=tuple(newest[rank][1] for rank in ranks),
-        vectors={rank: newest[rank][2] for rank in ranks if newest[rank][2]},
-        num_unread=num_unread,
-    )
 
+    def __init__(self, run_dir: Path, step: int, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """goes_on: asked before each spool and on the way to the step; once it says no, the other spools are left out."""
+        self.step = step
+        self.num_unread = 0
+        """Spools that were not looked into, for want of time."""
+        self.seen = SpoolsSeen()
+        """What was there when it was read; whole once all was read."""
+        self._spool, self._goes_on = run_dir / "spool", goes_on
+        self._is_past = False
+        """Whether the process whose spool is read has written of a later step."""
 
-def _of_folder(
-    folder: Path, step: int, goes_on: Callable[[], bool]
-) -> tuple[int, RankStep | None, tuple[Vector, ...]] | None:
-    """Return (attempt, the step or None, its vectors) of one process; None: no time was left to look."""
-    place = _place_of(folder, step)
-    if place is None:
-        return 0, None, ()
-    reader, screening = SpoolReader(folder, file_index=place), Screening(folder.parent, Problems(lambda problem: None))
-    part: RankPartOfStep | None = None
-    vectors: list[Vector] = []
-    begin, is_past = reader.position, False
-    while not is_past:
-        if not goes_on():
+    def __iter__(self) -> Iterator[FoundPart]:
+        names = _folders(self._spool)
+        self.seen.folders = names
+        # Where time runs out some ranks of each stage are there.
+        for name in (one for at in range(APART) for one in names[at::APART]):
+            if not self._goes_on():
+                self.num_unread += 1
+                continue
+            try:
+                found = self._of_folder(self._spool / name)
+            except _NoTime:
+                self.num_unread += 1
+                continue
+            if found is not None:
+                yield found
+
+    def _of_folder(self, folder: Path) -> FoundPart | None:
+        files = list_stored(folder)
+        size = _size(folder, files)
+        begins = self._place_of(folder, files)
+        screening = Screening(folder.parent, Problems(lambda problem: None))
+        part: RankPartOfStep | None = None
+        vectors: list[Vector] = []
+        for record in self._records(screening, folder, {at: name for at, name in files.items() if at >= begins}):
+            header = record.frame.header
+            if header.step != self.step or header.type not in _OF_STEPS:
+                continue
+            if isinstance(record.message, Vectors):
+                vectors += record.message.items
+                continue
+            part = part or RankPartOfStep(record.incarnation, 0, (header.seq, record.begin))
+            part.add(record)
+        if not self._is_past:
+            self.seen.unfinished[folder.name] = (files, size)
+        made = None if part is None else _rank_step(part)
+        if part is None or made is None:
             return None
-        frames = reader.poll(final=True, max_bytes=WINDOW_BYTES)
-        if not frames:
-            break
-        for frame in frames:
-            for record in _screened(screening, folder.name, frame, begin):
-                header = record.frame.header
-                is_past = is_past or (header.type in _OF_STEPS and header.step > step)
-                if header.step != step or header.type not in _OF_STEPS:
-                    continue
-                if isinstance(record.message, Vectors):
-                    vectors += record.message.items
-                    continue
-                part = part or RankPartOfStep(record.incarnation, 0, (header.seq, record.begin))
-                part.add(record)
-            begin = (frame.file_index, frame.offset_after)
-    return (0, None, ()) if part is None else (part.incarnation.attempt or 0, _rank_step(part), tuple(vectors))
+        return FoundPart(attempt=part.incarnation.attempt or 0, part=made, vectors=tuple(vectors))
+
+    def _place_of(self, folder: Path, files: Mapping[int, str]) -> int:
+        """Return the index of the file to begin with: the newest whose first frame of a step is of this or an earlier one.
+
+        Where there is none, one behind all. An only file is begun with unseen: it is left at its first later step.
+        """
+        if len(files) == 1:
+            return next(iter(files))
+        for place in sorted(files, reverse=True):
+            with FrameHops(f"{folder}/{files[place]}") as file:
+                begins = next((one.head.step for one in self._hops(file) if one.head.type in _OF_STEPS), None)
+            if begins is not None and begins <= self.step:
+                return place
+        return max(files, default=0) + 1
+
+    def _records(self, screening: Screening, folder: Path, files: Mapping[int, str]) -> Iterator[SpoolRecord]:
+        """Yield what the frames of the step bring, and those that say what its rows point into, until a later step's."""
+        self._is_past = False
+        for place, name in files.items():
+            with FrameHops(f"{folder}/{name}", place) as file:
+                for found in self._hops(file):
+                    head = found.head
+                    if head.type not in DESCRIPTIONS and (head.type not in _OF_STEPS or head.step < self.step):
+                        continue
+                    frame = file.frame(found)
+                    if frame is None:
+                        continue
+                    if head.type in _OF_STEPS and head.step > self.step:
+                        self._is_past = True
+                        yield from screening.settle(folder.name)
+                        return
+                    yield from _screened(screening, folder.name, frame, (place, found.offset))
+        yield from screening.settle(folder.name)
+
+    def _hops(self, file: FrameHops) -> Iterator[FoundHead]:
+        for at, found in enumerate(file.heads(), 1):
+            if at % LOOK_FRAMES == 0 and not self._goes_on():
+                raise _NoTime
+            yield found
 
 
-def _place_of(folder: Path, step: int) -> int | None:
-    """Return the index of the file to begin with: the newest whose first frame of a step is of this or an earlier one."""
-    places = sorted({*list_files(folder), *(one.last for one in list_kept(folder))}, reverse=True)
-    for place in places:
-        begins = _first_step(folder, place)
-        if begins is not None and begins <= step:
-            return place
-    return None
+class _NoTime(Exception):
+    """No time was left."""
 
 
-def _first_step(folder: Path, place: int) -> int | None:
-    reader = SpoolReader(folder, file_index=place)
-    while frames := reader.poll(final=True, max_bytes=HEAD_BYTES):
-        for frame in frames:
-            if frame.header.type in _OF_STEPS:
-                return frame.header.step
-    return None
+def _folders(spool: Path) -> list[str]:
+    try:
+        names = sorted(os.listdir(spool))  # noqa: PTH208 -- names alone
+    except OSError:
+        return []
+    return [name for name in names if parse_incarnation_folder(name) is not None]
+
+
+def _size(folder: Path, files: Mapping[int, str]) -> int:
+    """Return the bytes of the newest file; -1 where there is none."""
+    try:
+        return os.stat(f"{folder}/{files[max(files)]}", follow_symlinks=False).st_size if files else -1  # noqa: PTH116
+    except OSError:
+        return -1
 
 
 def _screened(screening: Screening, folder: str, frame: Frame, begin: tuple[int, int]) -> list[SpoolRecord]:

@@ -6,8 +6,8 @@ looked at that can hold a wanted step, and then the others where all are wanted,
 
 from __future__ import annotations
 
+import itertools
 import os
-import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -16,26 +16,15 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.ingest.incarnation import Incarnation
 from sentinel.messages import Descriptor, EndStep, Heartbeat, LayoutChange
-from sentinel.wire.frame import (
-    DESCRIPTIONS,
-    HEADER_BYTES,
-    MAGIC,
-    NO_ATTEMPT,
-    Frame,
-    FrameType,
-    decode_message,
-    head_of,
-    scan,
-)
+from sentinel.wire.frame import DESCRIPTIONS, NO_ATTEMPT, Frame, FrameType, decode_message
+from sentinel.wire.frame_hops import FrameHops
 from sentinel.wire.spool import parse_incarnation_folder
-from sentinel.wire.spool_files import file_name, list_files, list_kept
+from sentinel.wire.spool_files import list_stored
 
 MOST_FRAMES = 150_000
 """Frames whose headers are looked at for one report; a bound on time, some 5 us each."""
 MOST_DECODED = 30_000
 """Messages that are decoded; a bound on time, some 15 us each."""
-LOOK_BYTES = 2**20
-"""Bytes in which the next frame is looked for behind what is none."""
 CHECKPOINT = "checkpoint"
 _WANTED = frozenset({int(FrameType.END_STEP), int(FrameType.HEARTBEAT), *DESCRIPTIONS})
 
@@ -140,30 +129,17 @@ class SpoolReading:
 
     def _wanted_frames(self, path: Path) -> Iterator[Frame]:
         """Yield the frames of a file that are wanted, whole and checked; what is no frame is passed over."""
-        fd = _opened(path)
-        if fd is None:
-            return
-        try:
-            size, offset = os.fstat(fd).st_size, 0
-            while offset + HEADER_BYTES <= size:
+        with FrameHops(path) as file:
+            for found in file.heads():
                 self._num_frames += 1
                 if self._num_frames > MOST_FRAMES:
                     self.is_cut = True
                     return
-                head = head_of(os.pread(fd, HEADER_BYTES, offset))
-                if head is None:
-                    at = os.pread(fd, LOOK_BYTES, offset + 1).find(MAGIC)
-                    offset += 1 + at if at >= 0 else LOOK_BYTES
-                    continue
+                head = found.head
                 if head.type in _WANTED and (head.type in DESCRIPTIONS or self._is_wanted(head.step)):
-                    found = scan(os.pread(fd, head.num_bytes, offset))
-                    if isinstance(found, Frame):
-                        yield found
-                offset += head.num_bytes
-        except OSError:
-            self.is_cut = True
-        finally:
-            os.close(fd)
+                    frame = file.frame(found)
+                    if frame is not None:
+                        yield frame
 
     def _take(self, folder: Path, frame: Frame) -> None:
         header = frame.header
@@ -211,44 +187,17 @@ def _folders(spool: Path, ranks_first: Collection[int]) -> list[tuple[int, Path]
 
 def _files_of(folder: Path) -> list[_SpoolFile]:
     """Return the files of a process in the order in which they were written; what is kept of several is one file."""
-    names = {index: file_name(index) for index in list_files(folder)}
-    for kept in sorted(list_kept(folder), key=lambda one: -one.generation):
-        names.setdefault(kept.last, kept.name)
     return [
         _SpoolFile(path=folder / name, index=index, begins=_first_step(folder / name))
-        for index, name in sorted(names.items())
+        for index, name in list_stored(folder).items()
     ]
 
 
 def _first_step(path: Path) -> int:
     """Return the first step of which a file says anything; 0 where it cannot be told: it may hold any."""
-    fd = _opened(path)
-    if fd is None:
-        return 0
-    try:
-        offset = 0
+    with FrameHops(path) as file:
         # A file begins with what it describes; rows come a few frames behind that.
-        for _ in range(64):
-            head = head_of(os.pread(fd, HEADER_BYTES, offset))
-            if head is None:
-                return 0
-            if head.type in (FrameType.ROWS, FrameType.END_STEP) and head.step >= 0:
-                return head.step
-            offset += head.num_bytes
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
+        for found in itertools.islice(file.heads(), 64):
+            if found.head.type in (FrameType.ROWS, FrameType.END_STEP) and found.head.step >= 0:
+                return found.head.step
     return 0
-
-
-def _opened(path: Path) -> int | None:
-    """Return a descriptor of a plain file; of a link, a pipe or what is gone None."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    return None

@@ -35,7 +35,9 @@ def _is_printable(message: msgspec.Struct) -> bool:
         if not all(map(_has_printable_names, message.tensors)):
             return False
         message = msgspec.structs.replace(message, tensors=())
-    return _is_all_printable(msgspec.to_builtins(message))
+    # As JSON it is printable where its texts are; what it escapes is looked at one by one.
+    text = msgspec.json.encode(message).decode()
+    return ("\\" not in text and text.isprintable()) or _is_all_printable(msgspec.to_builtins(message))
 
 
 def _has_printable_names(tensor: TensorInfo) -> bool:

@@ -45,6 +45,19 @@ def list_kept(folder: Path) -> list[KeptFile]:
     return sorted(KeptFile(int(match[2]), int(match[1]), int(match[3])) for match in found)
 
 
+def list_stored(folder: Path) -> dict[int, str]:
+    """Return index -> file name of what a folder holds, ascending; of several files of which a part is kept the last index.
+
+    A whole file counts before what is kept of it, and of what is kept the newest generation.
+    """
+    names = _names(folder)
+    kept = sorted((-int(match[3]), int(match[1]), name) for name in names if (match := _KEPT.fullmatch(name)))
+    found = {int(match[1]): name for name in names if (match := _WHOLE.fullmatch(name))}
+    for _, last, name in kept:
+        found.setdefault(last, name)
+    return dict(sorted(found.items()))
+
+
 def covering(folder: Path, index: int) -> KeptFile | None:
     """Return the newest file that holds what is kept of the file of this index; None: there is none."""
     found = [one for one in list_kept(folder) if one.first <= index <= one.last]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from sentinel.daemon import pipeline_api
+from sentinel.daemon.kept_steps import KeptSteps, LookedUpStep
 from sentinel.daemon.pipeline_api import EQUAL_WIDTHS, FOLDED, NO_CALLS, NO_WAITS, PipelineQueries, PipelineRequest
 from sentinel.daemon.series_api import Busy
 from sentinel.daemon.serving import ServedRun
@@ -173,3 +175,56 @@ def test_a_run_without_steps_has_nothing_to_draw(tmp_path: Path) -> None:
     run.close()
 
     assert (told["step"], told["rows"], told["events"], told["notes"]) == (None, [], [], [])
+
+
+def kept_again(queries: PipelineQueries, run: ServedRun, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether a step is answered without a look into the spools."""
+    looked_up: list[int] = []
+    look_up = KeptSteps.look_up
+
+    def counted(self: KeptSteps, run_dir: Path, step: int, goes_on: Callable[[], bool]) -> LookedUpStep:
+        looked_up.append(step)
+        return look_up(self, run_dir, step, goes_on)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptSteps, "look_up", counted)
+        told = queries.answer(run, asked(step=str(step)), None)
+    assert told == PipelineQueries().answer(run, asked(step=str(step)), None)
+    return not looked_up
+
+
+def test_a_step_is_looked_up_once_for_as_long_as_nothing_of_it_can_be_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_run(tmp_path / "run")
+    source.write(5)
+    with contextlib.closing(served(tmp_path / "run")) as run:
+        queries = PipelineQueries()
+
+        def is_kept(step: int) -> bool:
+            return kept_again(queries, run, step, monkeypatch)
+
+        assert [is_kept(step) for step in (3, 3, 4, 4, 5, 5)] == [False, True, False, True, False, True]
+        source.write(1)
+        # Of a step that all ranks had left behind nothing can come; of the newest, and of one that was not there, much.
+        assert [is_kept(step) for step in (3, 4, 5)] == [True, False, False]
+        source.restart(3, attempt=1)
+        source.write(1)
+        assert not is_kept(3)
+        assert queries.answer(run, asked(step="3"), None)["attempt"] == 1
+        assert [is_kept(step) for step in (3, 4)] == [True, False]
+        source.write(1)
+        assert [is_kept(step) for step in (3, 4)] == [False, False]
+        assert queries.answer(run, asked(step="4"), None)["attempt"] == 1
+
+
+def test_no_more_steps_are_kept_than_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.daemon.kept_steps.MOST_KEPT", 2)
+    small_run(tmp_path / "run").write(5)
+    kept = KeptSteps()
+    for step in range(4):
+        kept.look_up(tmp_path / "run", step, lambda: True)
+
+    assert [kept.known(tmp_path / "run", step) is not None for step in range(4)] == [False, False, True, True]
+    assert kept.look_up(tmp_path / "run", 3, lambda: False).num_unread == 4
+    assert kept.known(tmp_path / "run", 3) is None, "what was not read whole is not kept"

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,8 +17,8 @@ import torch
 from sentinel.collect.probes.trace_writer import StepTrace, TraceWriter
 from sentinel.daemon import trace_api
 from sentinel.daemon.http.tokens import load_tokens
-from sentinel.daemon.trace_api import TraceRequest, traced
-from sentinel.trace import Compressor, TracedTensor, TraceHead, trace_paths
+from sentinel.daemon.trace_api import TraceQueries, TraceRequest
+from sentinel.trace import Compressor, TracedStep, TracedTensor, TraceHead, trace_paths
 
 from ..support.serving import small_run
 from .test_daemon import daemon, url
@@ -51,6 +52,10 @@ def write(run_dir: Path, *, ranks: int = 2, steps: int = 5, attempt: int = 0, na
 def numbers(picture: dict[str, Any]) -> np.ndarray:
     dtype = {"F32": "<f4", "I32": "<i4", "I64": "<i8"}[picture["dtype"]]
     return np.frombuffer(base64.b64decode(picture["data"]), dtype).reshape(picture["shape"])
+
+
+def traced(run_dir: Path, request: TraceRequest) -> dict[str, Any]:
+    return TraceQueries().traced(run_dir, request)
 
 
 def asked(**query: str) -> TraceRequest:
@@ -96,6 +101,31 @@ def test_an_answer_is_bounded_and_says_that_there_is_more(tmp_path: Path, monkey
     monkeypatch.setattr(trace_api, "MAX_BYTES", 1)
     answer = traced(tmp_path, asked(after="-1"))
     assert len(answer["steps"]) == 1 and answer["has_more"]
+
+
+def test_one_rank_is_read_alone_and_the_others_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, ranks=3)
+    read: list[str] = []
+    read_trace = trace_api.read_trace
+
+    def counted(path: Path) -> TracedStep:
+        read.append(path.parent.name)
+        return read_trace(path)
+
+    monkeypatch.setattr(trace_api, "read_trace", counted)
+
+    answer = traced(tmp_path, asked(rank="1", after="2"))
+
+    assert answer["ranks"] == [0, 1, 2] and [one["step"] for one in answer["steps"]] == [3, 4]
+    assert set(read) == {"rank1"}
+    assert traced(tmp_path, asked(rank="9"))["steps"] == []
+
+
+def test_what_each_rank_was_seen_of_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, ranks=3)
+    request = msgspec.structs.replace(asked(after="1"), shown={0: 4, 2: 3})
+
+    assert [(one["step"], one["rank"]) for one in traced(tmp_path, request)["steps"]] == [(2, 1), (3, 1), (4, 1), (4, 2)]
 
 
 def test_a_torn_file_is_told_and_the_others_are_shown(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.explain.pass_order import ALL, RankOrder, order_of, places_of, words_of
-from sentinel.ingest.step_lookup import read_step
+from sentinel.explain.pass_order import ALL, RankOrder, RankOrders, places_of, words_of
 from sentinel.record import Kind
 from sentinel.step_view import RankStep
 from sentinel.testing.schedules import program_order
 
+from ..support.recorded_step import read_step
 from ..support.serving import small_run
 
 
@@ -28,7 +28,7 @@ def test_the_order_of_each_rank_is_that_in_which_its_schedule_ran(tmp_path: Path
     parts = parts_of(tmp_path / "run", pp=4, dp=1, layers=8, schedule=schedule, vpp=vpp, shuffle=True)
     expected = program_order(schedule, 4, vpp, 4)
 
-    orders = [order_of(part) for part in parts]
+    orders = [RankOrders().of(part) for part in parts]
 
     assert [one.pp_stage for one in orders] == [0, 1, 2, 3]
     for one, ran in zip(orders, expected, strict=True):
@@ -37,7 +37,7 @@ def test_the_order_of_each_rank_is_that_in_which_its_schedule_ran(tmp_path: Path
 
 
 def test_passes_stand_behind_what_they_need_and_never_two_of_a_rank_at_once(tmp_path: Path) -> None:
-    orders = [order_of(part) for part in parts_of(tmp_path / "run", pp=4, dp=1, schedule="1f1b")]
+    orders = [RankOrders().of(part) for part in parts_of(tmp_path / "run", pp=4, dp=1, schedule="1f1b")]
 
     places = places_of(orders)
 
@@ -56,7 +56,7 @@ def test_passes_stand_behind_what_they_need_and_never_two_of_a_rank_at_once(tmp_
 
 
 def test_ranks_of_other_lanes_stand_alike_and_what_is_missing_is_not_waited_for(tmp_path: Path) -> None:
-    orders = [order_of(part) for part in parts_of(tmp_path / "run", pp=2, dp=2, schedule="1f1b")]
+    orders = [RankOrders().of(part) for part in parts_of(tmp_path / "run", pp=2, dp=2, schedule="1f1b")]
 
     places = places_of(orders)
     alone = places_of([orders[3]])
@@ -68,7 +68,7 @@ def test_ranks_of_other_lanes_stand_alike_and_what_is_missing_is_not_waited_for(
 def test_folded_rows_say_that_the_order_of_micro_steps_is_not_known(tmp_path: Path) -> None:
     [first, *_] = parts_of(tmp_path / "run", per_micro_step=False)
 
-    order = order_of(first)
+    order = RankOrders().of(first)
 
     assert order.is_folded and {one.micro_step for one in order.passes} == {ALL} and words_of(order.passes) == "F* B*"
 
@@ -83,13 +83,13 @@ def test_weight_gradients_alone_are_a_pass_of_their_own_and_those_among_data_gra
     rows["micro_step"] = [0, 0, 0, 1, 0, 0]
     rows["call_id"] = np.arange(6)
 
-    order = order_of(msgspec.structs.replace(part, rows=rows))
+    order = RankOrders().of(msgspec.structs.replace(part, rows=rows))
 
     assert words_of(order.passes) == "B0 B1 W0"
 
 
 def test_orders_that_contradict_each_other_are_drawn_all_the_same(tmp_path: Path) -> None:
-    [a, b] = [order_of(part) for part in parts_of(tmp_path / "run", pp=2, dp=1, micro_steps=2)]
+    [a, b] = [RankOrders().of(part) for part in parts_of(tmp_path / "run", pp=2, dp=1, micro_steps=2)]
     # The second stage claims to have run its backwards before any forward.
     turned = msgspec.structs.replace(b, passes=tuple(sorted(b.passes, key=lambda one: one.way)))
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sentinel.ingest.step_lookup import read_step
 from sentinel.messages import Vector, Vectors
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
 
+from ..support.recorded_step import read_step
 from ..support.serving import small_run
 
 
@@ -83,7 +83,7 @@ def test_vectors_of_the_step_come_with_it(tmp_path: Path) -> None:
     assert read_step(tmp_path / "run", 1).vectors == {}
 
 
-@pytest.mark.parametrize("num_looks", [0, 2, 5])
+@pytest.mark.parametrize("num_looks", [0, 2, 3])
 def test_what_there_was_no_time_for_is_counted(tmp_path: Path, num_looks: int) -> None:
     small_run(tmp_path / "run").write(2)
     looks = iter([True] * num_looks + [False] * 100)
@@ -91,3 +91,15 @@ def test_what_there_was_no_time_for_is_counted(tmp_path: Path, num_looks: int) -
     found = read_step(tmp_path / "run", 1, lambda: next(looks))
 
     assert len(found.parts) + found.num_unread == 4 and found.num_unread >= 1
+
+
+def test_a_step_far_behind_the_beginning_of_a_file_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # More frames are hopped over than a number may leap.
+    monkeypatch.setattr("sentinel.ingest.trust.MAX_GAPS", 10)
+    source = small_run(tmp_path / "run", pp=1, dp=1)
+    source.write(20)
+
+    [part] = read_step(tmp_path / "run", 19).parts
+
+    assert part.end_step is not None
+    np.testing.assert_array_equal(part.rows, of(source, 0, 19))

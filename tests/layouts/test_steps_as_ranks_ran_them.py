@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from sentinel.explain.call_waits import call_waits
-from sentinel.explain.pass_order import order_of, places_of, words_of
-from sentinel.ingest.step_lookup import read_step
+from sentinel.explain.pass_order import RankOrders, places_of, words_of
 
+from ..support.recorded_step import read_step
 from .builds import ddp, pipeline
 from .layout import Trainer, train_ranks
 
@@ -49,7 +49,7 @@ def with_a_late_rank() -> Trainer:
 def test_a_real_pipeline_is_drawn_as_it_ran(tmp_path: Path, build: partial[object], kinds: list[str]) -> None:
     train_ranks(tmp_path, build, 2, config={"per_micro_step": True, "kinds": kinds}, num_steps=2)
 
-    orders = [order_of(part) for part in read_step(tmp_path / "run", 1).parts]
+    orders = [RankOrders().of(part) for part in read_step(tmp_path / "run", 1).parts]
     words = [words_of(one.passes) for one in orders]
     num = sum(one.way == "F" for one in orders[0].passes)
 

@@ -10,6 +10,7 @@
 | read back what a judge wrote | `results`: `anomalies`, `revisions`, `incidents`, `decisions`, `result_bytes` |
 | read back what `sentinel export` prints | `exported`: `exported_rows`, `strict_json` |
 | get the steps of a run as a daemon closes them | `closed_steps`: `closed_steps`, `statistics`, `FollowedRun` |
+| have a step whole, as the spools of its ranks have it | `recorded_step`: `read_step` |
 | drive a detector over series | `series`: `scores_of`, `first_anomalous`, `autoregressive` |
 | build a model of milliseconds, with its data | `nets`: `TinyModel`, `Recomputing`, `tokens`, `loss_of`, `weights_of` |
 | train it for some steps | `training`: `train_steps` |

@@ -14,8 +14,8 @@ from sentinel.trace import Compressor, TracedTensor, TraceHead
 class TracingRank:
     """A rank that traces one hidden state, one tensor that nobody asked for, and tokens, a step at a time."""
 
-    def __init__(self, run_dir: Path, rank: int, name: str = "layers.3") -> None:
-        self.rank, self.name = rank, name
+    def __init__(self, run_dir: Path, rank: int, name: str = "layers.3", attempt: int = 0) -> None:
+        self.rank, self.name, self.attempt = rank, name, attempt
         self.writer = TraceWriter(run_dir, 2**20, lambda *said: pytest.fail(str(said)))
 
     def step(self, step: int) -> None:
@@ -27,6 +27,6 @@ class TracingRank:
             "b": TracedTensor(kind="activation", name="layers.3.mlp.fc1", **about),
             "c": TracedTensor(kind="tokens", name="", shape=(2, 16), dtype="int64", compressor=Compressor(name="none")),
         }
-        head = TraceHead(run="train", attempt=0, rank=self.rank, step=step, time=1.0, tensors=tensors)
+        head = TraceHead(run="train", attempt=self.attempt, rank=self.rank, step=step, time=1.0, tensors=tensors)
         data = {"a": picture, "b": picture, "c": torch.arange(32, dtype=torch.int32).reshape(2, 16)}
         self.writer.thread.submit(StepTrace(head, data, [], 160))

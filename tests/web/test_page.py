@@ -181,6 +181,10 @@ def test_the_link_of_a_message_opens_its_incident_which_can_be_acknowledged(
     page.get_by_text("std of layers.2.attn (activation)").wait_for()
     page.get_by_text("anomalies that followed").click()
     page.get_by_text("1 first cause").wait_for()
+    with page.expect_download(timeout=LONG_S * 1000) as saved:
+        page.get_by_role("link", name="post-mortem", exact=True).click()
+    assert saved.value.suggested_filename == f"postmortem-{GOOD}-{name}.html"
+    assert "layers.2.attn" in Path(saved.value.path()).read_text()
     page.get_by_text("values around it").click()
     page.wait_for_url(re.compile(f"runs/{GOOD}"))
 

@@ -1,7 +1,7 @@
 // Where one is: behind the # of the address, so that a link leads back to it whenever the daemon was started anew.
 import { useEffect, useState } from "preact/hooks";
 
-import { root } from "./server.js";
+import { address, root } from "./server.js";
 
 export function link(parts, query = {}) {
   const search = new URLSearchParams();
@@ -25,6 +25,9 @@ export const incidentLink = (incident) => link(["incidents", incident.id], { run
 export function sharedLink(incident) {
   return new URL(`incidents/${encodeURIComponent(incident.id)}?run=${encodeURIComponent(incident.run)}`, root).href;
 }
+
+// The post-mortem of a run, or of one of its incidents, which the browser saves.
+export const reportLink = (run, incident) => address("api/v1/report", { run, incident });
 
 function current() {
   if (location.hash.length > 1) return location.hash.replace(/^#\/?/, "");

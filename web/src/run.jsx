@@ -4,7 +4,7 @@ import { useMemo, useState } from "preact/hooks";
 import { joined, ofPoints } from "./columns.js";
 import { IncidentTable } from "./incident_table.jsx";
 import { EventKey, Plot } from "./plot.jsx";
-import { go, runLink } from "./route.js";
+import { go, reportLink, runLink } from "./route.js";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
 import { ago, grouped, number, plural, seen, worstFirst } from "./words.js";
@@ -117,6 +117,7 @@ export function RunView({ name: run, query }) {
     <>
       <h1>{seen(run, 120)}</h1>
       <Facts run={own} />
+      <p class="muted"><a href={reportLink(run)} download>Post-mortem as a file</a></p>
       {own.problems?.length > 0 && <ul class="problem">{own.problems.slice(0, 10).map((one) => <li key={one}>{seen(one)}</li>)}</ul>}
       {problem && <NoHistory problem={problem} />}
       <RunTabs run={run} current="Values" query={query} />

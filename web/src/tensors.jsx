@@ -25,22 +25,26 @@ function numbersOf(picture) {
   return picture.dtype === "I64" ? Float64Array.from(found, Number) : found;
 }
 
-// Asks for what came behind the newest step that is known, once a second while somebody looks.
-function useTraces(run, token) {
+// Asks for what came behind the newest step of a rank that is known, once a second while somebody looks. Thousands of ranks may
+// trace: only the one that is shown is read.
+function useTraces(run, token, rank) {
   const [state, setState] = useState(NONE);
   useEffect(() => {
-    setState(NONE);
+    setState((before) => ({ ...NONE, ranks: token ? before.ranks : [] }));
     if (!token) return undefined;
     const abort = new AbortController();
     let timer = 0;
-    let known = { attempt: null, newest: null };
+    let known = { attempt: null, newest: null, isFirst: true };
     async function look() {
       if (!document.hidden) {
         try {
-          const after = known.newest === null ? undefined : known.newest - 1;
-          const found = await get(address("api/v1/traces", { run, after }), abort.signal, { headers: { Authorization: `Bearer ${token}` } });
+          // Behind the newest step come those before it that the ring still has.
+          const after = known.newest === null ? undefined : Math.max(-1, known.newest - (known.isFirst ? KEPT : 1));
+          const found = await get(address("api/v1/traces", { run, rank, after }), abort.signal, { headers: { Authorization: `Bearer ${token}` } });
           const isNew = found.attempt !== known.attempt;
-          known = { attempt: found.attempt, newest: found.attempt === null ? null : Math.max(isNew ? -1 : known.newest ?? -1, ...found.steps.map((one) => one.step)) };
+          const steps = found.steps.map((one) => one.step);
+          const newest = steps.length || !isNew ? Math.max(isNew ? -1 : known.newest ?? -1, ...steps) : null;
+          known = { attempt: found.attempt, newest, isFirst: isNew };
           setState((before) => {
             const all = new Map((isNew ? [] : before.steps).map((one) => [`${one.step}/${one.rank}`, one]));
             for (const one of found.steps) all.set(`${one.step}/${one.rank}`, one);
@@ -59,7 +63,7 @@ function useTraces(run, token) {
       abort.abort();
       clearTimeout(timer);
     };
-  }, [run, token]);
+  }, [run, token, rank]);
   return state;
 }
 
@@ -212,15 +216,18 @@ let typed = "";
 export function TensorsView({ name: run, query }) {
   const [token, setToken] = useState(typed);
   const [usable, setUsable] = useState(typed);
-  const [rank, setRank] = useState("");
+  const [chosen, setChosen] = useState(0);
   const [held, setHeld] = useState(null);
-  const traces = useTraces(run, usable);
+  const traces = useTraces(run, usable, chosen);
+  useEffect(() => {
+    // Rank 0 need not be among those that trace.
+    if (traces.ranks.length && !traces.ranks.includes(chosen)) setChosen(traces.ranks[0]);
+  }, [traces.ranks, chosen]);
   useEffect(() => {
     typed = token;
     const timer = setTimeout(() => setUsable(token), 400); // Not at every key.
     return () => clearTimeout(timer);
   }, [token]);
-  const chosen = rank === "" ? traces.ranks[0] : Number(rank);
   const steps = traces.steps.filter((one) => one.rank === chosen);
   const step = (held !== null && steps.find((one) => one.step === held)) || steps.at(-1);
   const at = steps.indexOf(step);
@@ -235,7 +242,7 @@ export function TensorsView({ name: run, query }) {
       {step && (
         <>
           <div class="toolbar">
-            {traces.ranks.length > 1 && <Choice label="rank" value={String(chosen)} options={traces.ranks.slice(0, 2048).map((one) => [String(one), `rank ${one}`])} onChange={setRank} />}
+            {traces.ranks.length > 1 && <Choice label="rank" value={String(chosen)} options={traces.ranks.slice(0, 2048).map((one) => [String(one), `rank ${one}`])} onChange={(text) => setChosen(Number(text))} />}
             <label>step {grouped(step.step)} <input type="range" min={0} max={Math.max(0, steps.length - 1)} value={at} aria-label="step" onInput={(event) => { const place = Number(event.currentTarget.value); setHeld(place === steps.length - 1 ? null : steps[place].step); }} /></label>
             <span class="muted">{held === null ? "the newest" : "held"}, {ago(step.time, Date.now() / 1000)}{step.num_dropped > 0 && <span class="warning">, {plural(step.num_dropped, "step")} dropped: the disk was slow</span>}</span>
           </div>

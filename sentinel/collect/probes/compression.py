@@ -15,6 +15,7 @@ import torch
 from sentinel.trace import Compressor
 
 Parts = dict[str, torch.Tensor]
+OwnDirections = Callable[[str, int, torch.device], torch.Tensor]
 MOST_PICTURES = 16
 """Pictures of one tensor: of its leading dimensions, samples or heads, so many are shown."""
 MOST_TOKENS = 4096
@@ -25,12 +26,19 @@ MOST_BYTES = 4 << 20
 """Bytes of one picture; a bound on what a step copies."""
 
 
-def compressed(tensor: torch.Tensor, asked: Compressor) -> Parts:
-    """Return the picture of a tensor, which may share its memory. ValueError where there is none, or it is too large."""
+def compressed(tensor: torch.Tensor, asked: Compressor, own: OwnDirections | None = None) -> Parts:
+    """Return the picture of a tensor, which may share its memory. ValueError where there is none, or it is too large.
+
+    own: (name, width, device) -> [width, number] fp32, the vectors that `Compressor.vectors` names.
+    """
     if tensor.numel() == 0:
         raise ValueError("it has no elements")
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-        parts = _COMPRESSORS[asked.name](tensor.detach(), asked)
+        if asked.vectors and own is not None:
+            tokens = _tokens(tensor.detach())
+            parts = {"": tokens @ own(asked.vectors, tokens.shape[1], tokens.device)}
+        else:
+            parts = _COMPRESSORS[asked.name](tensor.detach(), asked)
     num_bytes = sum(part.numel() * part.element_size() for part in parts.values())
     if num_bytes > MOST_BYTES:
         raise ValueError(f"its picture has {num_bytes} bytes, more than {MOST_BYTES}; choose another compressor or size")

@@ -13,6 +13,7 @@ from sentinel.collect.kernels.tensor_memory import plain
 from sentinel.collect.probes.compression import compressed
 from sentinel.collect.probes.context import ProbeContext
 from sentinel.collect.probes.copy_thread import events_behind
+from sentinel.collect.probes.own_vectors import OwnVectors
 from sentinel.collect.probes.trace_writer import StepTrace, TraceWriter
 from sentinel.collect.rows.pinned import PINNED
 from sentinel.collect.rows.tensor_table import TensorEntry
@@ -39,6 +40,7 @@ class TensorTrace:
         self._requests = CopyRequests(context.plan, Trace)
         config = context.config.trace
         self._in_flight_bytes = config.in_flight_bytes
+        self._vectors = OwnVectors(config.vectors)
         self._writer = TraceWriter(context.attempt.directory, config.ring_bytes, functools.partial(_report, context))
         self._num_taken = 0
         """Bytes ever handed over; those that wait are the ones that the thread has not counted."""
@@ -126,7 +128,7 @@ class TensorTrace:
             return
         try:
             local = plain(tensor)
-            parts = compressed(local, compressor)
+            parts = compressed(local, compressor, self._vectors.directions)
         except Exception as error:
             self._leave_out(key, f"{type(error).__name__}: {error}"[:300])
             return

@@ -62,6 +62,7 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
             get("/api/v1/traces", endpoints.traces, tells_of_data=True),
             get("/api/v1/history/vectors", endpoints.vectors),
             get("/api/v1/pipeline", endpoints.pipeline),
+            get("/api/v1/report", endpoints.report),
             get("/api/v1/events", endpoints.events),
             get("/api/v1/history/divergence", endpoints.divergence),
             get("/api/v1/marks", endpoints.marks),

@@ -20,7 +20,7 @@ from sentinel.daemon.http.daemon_api import DaemonApi
 from sentinel.daemon.http.event_stream import EventStreams
 from sentinel.daemon.http.incident_page import render_incident, story_of
 from sentinel.daemon.http.page import render_page
-from sentinel.daemon.http.responses import html, lines, plain, problem
+from sentinel.daemon.http.responses import html, lines, plain, problem, saved
 from sentinel.daemon.pipeline_api import PipelineRequest
 from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.series_api import SeriesRequest
@@ -176,6 +176,14 @@ def vectors(request: Request) -> Response:
 def pipeline(request: Request) -> Response:
     """Return a step as its ranks ran it."""
     return plain(api_of(request).questions.pipeline(PipelineRequest.parse(request.query_params.multi_items())))
+
+
+def report(request: Request) -> Response:
+    """Return the post-mortem of a run, or of one of its incidents, to be saved; it takes seconds."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return problem(403, "post-mortems are not written for other pages")  # One could have the machine compute.
+    found = api_of(request).questions.report(named_run(request), request.query_params.get("incident"))
+    return saved(found.name, found.body)
 
 
 async def events(request: Request) -> Response:

@@ -20,6 +20,18 @@ def html(body: str) -> Response:
     return Response(body, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
 
+def saved(name: str, body: bytes) -> Response:
+    """Return a page that is saved as a file. name: without what a header or a file name may not hold.
+
+    Its own policy stands in it; opened from here all the same, it can do no more than show its style.
+    """
+    headers = {
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox; frame-ancestors 'none'",
+    }
+    return Response(body, headers=headers, media_type="text/html")
+
+
 def lines(name: str, items: list[bytes]) -> Response:
     """Return {name: [...]} of items that are JSON already."""
     body = b'{"' + name.encode() + b'":[' + b",".join(items) + b"]}"

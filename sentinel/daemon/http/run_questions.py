@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from sentinel.daemon.history_api import HistoryRequest
 from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.report_process import ReportFile
 from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
@@ -38,7 +39,7 @@ class RunQuestions(Protocol):
         ...
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
-        """Return pictures of tensors that the ranks of a run have made: see `trace_api.traced`."""
+        """Return pictures of tensors that the ranks of a run have made: see `TraceQueries`."""
         ...
 
     def vectors(self, request: HistoryRequest) -> dict[str, Any]:
@@ -49,6 +50,14 @@ class RunQuestions(Protocol):
         """Return a step as its ranks ran it, with what was found in it in the causal order.
 
         UnknownRun; SentinelError for an incident that the run does not have; Busy while another step is looked up.
+        """
+        ...
+
+    def report(self, run: str, incident: str | None) -> ReportFile:
+        """Return the post-mortem of a run, or of one of its incidents, as a file; it takes seconds.
+
+        UnknownRun; SentinelError for an incident that the run does not have, and where it takes too long; Busy while another
+        is written.
         """
         ...
 

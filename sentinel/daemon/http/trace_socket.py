@@ -218,7 +218,8 @@ async def _message(websocket: WebSocket) -> dict[str, Any]:
 
 def _builtins(asked: Asked) -> dict[str, Any]:
     one = asked.compressor
-    return {"name": one.name, "size": one.size, "reduce": one.reduce, "softmax": one.softmax, "seed": one.seed}
+    return {"name": one.name, "size": one.size, "reduce": one.reduce, "softmax": one.softmax, "seed": one.seed,
+            "vectors": one.vectors}  # fmt: skip
 
 
 def _plain(values: np.ndarray) -> list[Any]:

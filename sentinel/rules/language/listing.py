@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import logging
-import textwrap
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -151,16 +153,34 @@ def argument_docs(cls: type[Any]) -> dict[str, str]:
     """Return argument -> the text that stands under its field; nothing where there is no source to read."""
     found: dict[str, str] = {}
     for one in reversed(cls.__mro__[:-1]):
-        try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except (OSError, TypeError, SyntaxError, ValueError):
-            continue
-        body = tree.body if isinstance(tree, ast.ClassDef) else []
-        for field, text in itertools.pairwise(body):
-            said = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(said, str):
-                found[field.target.id] = " ".join(said.split())
+        module = sys.modules.get(one.__module__)
+        found.update(_field_docs(module).get(one.__qualname__, {}) if module is not None else {})
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _field_docs(module: ModuleType) -> Mapping[str, Mapping[str, str]]:
+    """Return class -> field -> the text under it, of every class of a module: read once, for detectors share modules."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return {}
+    found: dict[str, Mapping[str, str]] = {}
+    waiting: list[tuple[str, ast.stmt]] = [("", one) for one in tree.body]
+    for within, node in waiting:
+        if isinstance(node, ast.ClassDef):
+            found[within + node.name] = dict(_documented(node.body))
+            waiting += [(f"{within}{node.name}.", one) for one in node.body]
+        elif isinstance(node, ast.FunctionDef):
+            waiting += [(f"{within}{node.name}.<locals>.", one) for one in node.body]
+    return found
+
+
+def _documented(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, text in itertools.pairwise(body):
+        said = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(said, str):
+            yield field.target.id, " ".join(said.split())
 
 
 def _finding(problem: Problem) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import sentinel
 from sentinel.collect.probes import compression, tensor_trace, trace_writer
@@ -106,6 +107,24 @@ def test_what_is_shown_is_what_the_step_held(run: Path) -> None:
         assert step.head.tensors["activation/mlp/0"].shape == (3, 23, 64)
         assert not step.head.left_out and step.head.num_dropped == 0
     assert not traced.training.monitor.recorder.recording.observers  # type: ignore[attr-defined]
+
+
+def test_tokens_are_projected_onto_vectors_that_the_config_names(run: Path, tmp_path: Path) -> None:
+    vectors = torch.eye(64)[:2].contiguous()
+    save_file({"mine": vectors}, tmp_path / "own.safetensors")
+    asked = Compressor(name="projection", vectors="mine")
+    config = {"trace": {"vectors": {"mine": str(tmp_path / "own.safetensors")}}}
+
+    found = traced(run, Trace(compressor=asked), config, targets=("mlp", "head"))
+
+    shown = traced.training.shown  # type: ignore[attr-defined]
+    assert [one.head.step for one in found] == [2, 3, 4]
+    for step in found:
+        plain = shown["mlp"][step.head.step].reshape(-1, 64)[:, :2].numpy()
+        np.testing.assert_allclose(step.tensors["activation/mlp/0"], plain, rtol=1e-6)
+        # The head has 50 numbers a token.
+        [why] = step.head.left_out.values()
+        assert set(step.head.tensors) == {"activation/mlp/0"} and "expected vectors of 50 numbers" in why and "got 64" in why
 
 
 def test_training_does_not_notice(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

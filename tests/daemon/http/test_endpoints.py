@@ -23,6 +23,7 @@ from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.server import HttpServer
 from sentinel.daemon.http.tokens import Scope, Tokens, load_tokens
 from sentinel.daemon.pipeline_api import PipelineRequest
+from sentinel.daemon.report_process import ReportFile
 from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import Busy, SeriesRequest
@@ -77,6 +78,12 @@ class FakeQuestions:
         for run in runs:
             known(run)
         return {"runs": list(runs), "statistic": statistic}
+
+    def report(self, run: str, incident: str | None) -> ReportFile:
+        known(run)
+        if incident == "busy":
+            raise Busy("another post-mortem is being written")
+        return ReportFile("postmortem-a.html", b"<!doctype html><title>a</title>")
 
     def rules(self, run: str) -> dict[str, Any]:
         known(run)
@@ -583,6 +590,20 @@ def test_what_no_history_can_answer_is_refused_in_words(api: FakeApi, asked: str
 
     assert answer.status_code == 400 and words in answer.json()["error"]
     assert client_of(api).get("/api/v1/history?run=b").status_code == 404
+
+
+def test_a_post_mortem_is_saved_by_whoever_may_read_and_begun_by_no_other_page(api: FakeApi) -> None:
+    path = "/api/v1/report?run=a"
+    answer = client_of(api).get(path)
+
+    assert answer.status_code == 200 and answer.content == b"<!doctype html><title>a</title>"
+    assert answer.headers["content-disposition"] == 'attachment; filename="postmortem-a.html"'
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "sandbox" in policy and "script-src" not in policy
+    assert client_of(api).get(path, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert client_of(api).get("/api/v1/report").status_code == 400
+    assert client_of(api).get("/api/v1/report?run=nobody").status_code == 404
+    assert client_of(api).get(f"{path}&incident=busy").status_code == 503
 
 
 WHAT_IF = "/api/v1/rules/what-if"
