@@ -73,7 +73,11 @@ class Joining:
         client = await connecting
         log.info("join: copies in %s are written from %s", self._copies.directory, self._broker.shown)
         try:
-            await client.subscribe(subjects.BEATS, cb=lambda message: self._take_beat(client, message))
+
+            async def take_beat(message: Msg) -> None:
+                await self._take_beat(client, message)
+
+            await client.subscribe(subjects.BEATS, cb=take_beat)
             tasks = [asyncio.ensure_future(one) for one in (self._take(client), self._release())]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -134,18 +138,17 @@ class Joining:
                 if self._copies.is_full:
                     await asyncio.sleep(RELEASE_S)
                     continue
-                try:
+                messages: list[Msg] = []
+                with contextlib.suppress(NothingCame):
                     messages = await taking.fetch(BATCH, timeout=FETCH_S)
-                except NothingCame:
-                    if now >= check_at:
-                        check_at = now + CHECK_S
-                        pending = (await taking.consumer_info()).num_pending
-                        self._is_drained = not pending
-                    continue
-                check_at = time.monotonic() + CHECK_S
                 for message in messages:
                     self._take_message(message)
-                self._is_drained = messages[-1].metadata.num_pending == 0
+                if messages:
+                    self._is_drained = messages[-1].metadata.num_pending == 0
+                    check_at = now + CHECK_S
+                elif now >= check_at:
+                    check_at = now + CHECK_S
+                    self._is_drained = not (await taking.consumer_info()).num_pending
                 await asyncio.sleep(0)
         finally:
             with contextlib.suppress(Exception):
