@@ -60,10 +60,11 @@ class CopiedRuns:
         directory: Path,
         join: str,
         *,
+        begin_s: float = BEGIN_S,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """directory: of the runs. join: name of this process. on_problem: told of each thing that is refused, once."""
+        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`. on_problem: told of each thing that is refused, once."""
         self.directory, self.join = directory, join
         self.counts: Counter[str] = Counter()
         """chunks, bytes, repeated, early, refused: since the beginning."""
@@ -71,7 +72,7 @@ class CopiedRuns:
         """What is refused -> why."""
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _Run] = {}
-        self._begun = clock()
+        self._begun, self._begin_s = clock(), begin_s
         self._held_bytes = 0
         self._lock = threading.Lock()
         for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -145,7 +146,7 @@ class CopiedRuns:
             return {name: {node: now - at for node, at in run.heard.items()} for name, run in self._runs.items()}
 
     def _release(self, name: str, run: _Run, now: float) -> int:
-        if now - self._begun < BEGIN_S and run.held:
+        if now - self._begun < self._begin_s and run.held:
             return 0
         live = [node for node, heard in run.heard.items() if now - heard < SILENT_S]
         until = min((run.seen_until.get(node, 0.0) for node in live), default=now)
