@@ -112,6 +112,7 @@ class CopiedRuns:
         """Take in what a node says, and return the answer; None: there is none to a run of such a name."""
         with self._lock:
             if not self._is_run(beat.run, beat.node):
+                self.counts["refused"] += 1
                 return None
             run = self._runs.setdefault(beat.run, _Run())
             now = self._clock()
@@ -213,7 +214,6 @@ class CopiedRuns:
     def _is_run(self, run: str, node: str) -> bool:
         if _is_name(run) and _is_name(node):
             return True
-        self.counts["refused"] += 1
         self._refuse(f"{node}/{run}", f"node {printable(node[:64])!r}: expected the name of a run, got {printable(run[:64])!r}")
         return False
 
