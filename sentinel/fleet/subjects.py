@@ -17,7 +17,7 @@ _PLAIN = re.compile(rb"[^A-Za-z0-9_-]")
 
 def token(name: str) -> str:
     """Return a name as one token of a subject, whatever is in it; two names never have the same one."""
-    plain = _PLAIN.sub(lambda found: b"%%%02X" % found[0], name.encode("utf-8", "surrogateescape")).decode()
+    plain = _PLAIN.sub(lambda found: b"%%%02X" % found[0][0], name.encode("utf-8", "surrogateescape")).decode()
     if len(plain) <= MAX_TOKEN_BYTES:
         return plain or "%"
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()

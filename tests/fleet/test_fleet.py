@@ -118,12 +118,16 @@ class Join:
 def recorded(directory: Path, layout: str, num_steps: int = STEPS, **options: Any) -> SyntheticRun:
     """Write a run with faults on two ranks, and return it, judged by the daemon of one disk."""
     run = small_run(directory / "run", **{**LAYOUTS[layout], **options})
-    last = run.num_ranks - 1
-    run.plant(Nan(step=5, module=sorted(run.modules_of(last))[-1], rank=last, micro_step=1), LossJump(step=15, factor=50.0))
+    run.plant(nan_on(run, run.num_ranks - 1), LossJump(step=15, factor=50.0))
     run.write(num_steps)
     run.end()
     judge_run(run.directory, CONFIG, is_over=True)
     return run
+
+
+def nan_on(run: SyntheticRun, rank: int) -> Nan:
+    """Return a NaN in a module that a rank holds."""
+    return Nan(step=5, module=[one for one in run.modules() if one in run.modules_of(rank)][-2], rank=rank, micro_step=1)
 
 
 def split(run: SyntheticRun, where: Path, num_nodes: int) -> list[Path]:
@@ -240,7 +244,7 @@ def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: P
 
 def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path: Path, broker: NatsBroker) -> None:
     run = small_run(tmp_path / "whole" / "run", file_bytes=30_000)
-    run.plant(LossJump(step=8, factor=50.0))
+    run.plant(nan_on(run, 2))
     run.write(12)
     run.kill(3)
     run.write(4)
