@@ -36,8 +36,47 @@ CommandT = TypeVar(
     "CommandT", EnableMonitoring, DisableMonitoring, ChangeConfig, DumpTensors, TraceTensors, DescribeStructure,
     RequestAction, WithdrawCommand,
 )  # fmt: skip
-_FILE = re.compile(r"(\d{6,})\.json")
+COMMAND_FILE = re.compile(r"(\d{6,})\.json")
+"""What the file of a command is called."""
 _DECODER: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+
+
+def place_command(directory: Path, name: str, data: bytes) -> None:
+    """Have a command that was written elsewhere lie here under its number, whole or not at all; again: nothing.
+
+    StoreError where the disk takes it not, or another command has that number.
+    """
+    path = directory / name
+    draft = directory / f".{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        make_directory(directory)
+        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW), "wb") as stream:
+            stream.write(data)
+        _link(draft, path)
+    except FileExistsError:
+        if path.is_symlink() or path.read_bytes() != data:
+            raise StoreError(f"{path}: another command has this number; who else commands this run?") from None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write a command: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _link(draft: Path, path: Path) -> None:
+    """Give a draft its name, or raise FileExistsError; OSError."""
+    try:
+        # A link, unlike a rename, fails where somebody took the number meanwhile.
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        # A file system without links: two writers at one instant could collide, one alone cannot.
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        draft.rename(path)
 
 
 class CommandFiles:
@@ -60,7 +99,7 @@ class CommandFiles:
         except OSError:
             return
         for name in names:
-            match = _FILE.fullmatch(name)
+            match = COMMAND_FILE.fullmatch(name)
             if match is None or int(match[1]) in self._seen:
                 continue
             seq = int(match[1])
@@ -86,19 +125,10 @@ class CommandFiles:
             try:
                 with os.fdopen(file, "wb") as stream:
                     stream.write(msgspec.json.encode(command))
-                # A link, unlike a rename, fails where somebody took the number meanwhile.
-                os.link(draft, path)
+                _link(draft, path)
             except FileExistsError:
                 self._next_seq = seq + 1
                 continue
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-                    raise
-                # A file system without links: two writers at one instant could collide, one alone cannot.
-                if path.exists():
-                    self._next_seq = seq + 1
-                    continue
-                draft.rename(path)
             finally:
                 with contextlib.suppress(OSError):
                     draft.unlink(missing_ok=True)

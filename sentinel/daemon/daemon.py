@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -74,6 +74,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where `config` comes from; None: there is no file, and it stays."""
     read_config: Callable[[], DaemonConfig] | None = None
     """Reads that file again for a reload, with what the command line says on top; ConfigError."""
+    on_the_way: Callable[[str], Collection[str]] = lambda run: ()
+    """Returns the folders of a run's spools of which more is known to exist than has come to this disk; for any thread."""
     is_dry_run: bool = False
     """Nothing is sent: the log says what would be."""
 
@@ -107,7 +109,9 @@ class Daemon:
         self._meters = DaemonMeters()
         self._runs = ServedRuns(
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
-            serve=lambda paths: ServedRun(paths, self._config.config, self._packs, self._meters, environ),
+            serve=lambda paths: ServedRun(
+                paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name)
+            ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
         self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._requests.reload, self._meters)

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -80,8 +80,13 @@ class ServedRun:
         packs: RulePacks,
         meters: DaemonMeters | None = None,
         environ: Mapping[str, str] = NO_ENVIRONMENT,
+        on_the_way: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors."""
+        """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors.
+
+        on_the_way: as of `RunFollower`.
+        """
+        self._on_the_way = on_the_way
         self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
@@ -255,7 +260,10 @@ class ServedRun:
 
     def _restored(self, config: DaemonConfig) -> RunStages:
         def stages(pack_hash: str) -> RunStages:
-            return RunStages(self.paths, config.judging, self._packs, self._notices.add_problem, pack_hash=pack_hash)
+            return RunStages(
+                self.paths, config.judging, self._packs, self._notices.add_problem, pack_hash=pack_hash,
+                on_the_way=self._on_the_way,
+            )  # fmt: skip
 
         def restored(snapshot: Snapshot) -> RunStages:
             made = stages(snapshot.pack_hash)

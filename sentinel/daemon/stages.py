@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from sentinel.daemon.command_note import read_note
 from sentinel.daemon.kept_packs import KeptPacks
@@ -27,11 +27,15 @@ class RunStages:
         on_problem: Callable[[str], None],
         *,
         pack_hash: str,
+        on_the_way: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """on_problem: called with what makes a rank unreadable. pack_hash: of the rules to begin with."""
+        """on_problem: called with what makes a rank unreadable. pack_hash: of the rules to begin with.
+
+        on_the_way: as of `RunFollower`.
+        """
         self.pack_hash = pack_hash
         """Of the rules that the judge judges by."""
-        self.follower = RunFollower(paths.run_dir, on_problem=on_problem)
+        self.follower = RunFollower(paths.run_dir, on_problem=on_problem, on_the_way=on_the_way)
         self.assembler = StepAssembler(
             paths.name, late_after_steps=config.late_after_steps, late_after_s=config.late_after_s
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from sentinel.ingest.descriptor_lookup import look_back
@@ -30,14 +30,25 @@ DISCOVER_POLLS = 20
 class RunFollower:
     """Tails the spools of one run. Has no clock and no thread: `poll` reads what is new, in bounded memory."""
 
-    def __init__(self, run_dir: Path, *, on_problem: Callable[[str], None] | None = None) -> None:
-        """on_problem: called once with each reason why a rank cannot be read; by default the reason is logged."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        on_problem: Callable[[str], None] | None = None,
+        on_the_way: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """on_problem: called once with each reason why a rank cannot be read; by default the reason is logged.
+
+        on_the_way: asked at each poll for the folders of spools of which more is known to exist than has come here: they are
+        behind, though they were read to their ends.
+        """
         self.run_dir = Path(run_dir)
         self.spool_dir = self.run_dir / "spool"
         self.num_bytes = 0
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
         """Incarnations of which more is on disk than was read, which therefore do not count as late."""
+        self._on_the_way = on_the_way
         self._problems = Problems(on_problem)
         self._screening = Screening(self.spool_dir, self._problems)
         self._order = TimeOrder()
@@ -95,20 +106,22 @@ class RunFollower:
         it is empty. While catching up, whoever is furthest behind in time is read first, and what is ahead of it waits:
         memory holds few steps, and an incarnation that took another's place is read after it.
         """
+        # Asked before anything is read: what came by then is read below.
+        on_the_way: Collection[str] = () if final else self._on_the_way()
         self._discover()
         num_bytes = 0
         order = self._order
         ahead = order.ahead(self._readers)
         for folder in self._readers:
             if folder not in order.behind and folder not in ahead:
-                num_bytes += self._read(folder, final=final)
+                num_bytes += self._read(folder, final=final, is_whole=folder not in on_the_way)
         while True:
             records = order.due()
             if not order.behind or (records and num_bytes >= POLL_BYTES):
                 break
             folder = order.furthest_behind()
             before = self._readers[folder].position
-            num_bytes += self._read(folder, final=final)
+            num_bytes += self._read(folder, final=final, is_whole=folder not in on_the_way)
             if self._readers[folder].position == before:
                 break  # unreadable just now
             order.put_back(records)
@@ -125,13 +138,13 @@ class RunFollower:
             )
         return records
 
-    def _read(self, folder: str, *, final: bool) -> int:
-        """Read one window of one spool; returns the bytes of its frames."""
+    def _read(self, folder: str, *, final: bool, is_whole: bool) -> int:
+        """Read one window of one spool; returns the bytes of its frames. is_whole: nothing of it is on the way."""
         reader = self._readers[folder]
         window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
         begin = reader.place
         frames = reader.poll(final=final, max_bytes=window)
-        self._order.note(folder, is_caught_up=reader.is_caught_up)
+        self._order.note(folder, is_caught_up=reader.is_caught_up and is_whole)
         self._report_problems(folder, reader)
         num_bytes = 1
         for frame in frames:

@@ -34,6 +34,14 @@ def file_name(index: int) -> str:
     return f"{index:06d}.spool"
 
 
+def read_name(name: str) -> int | KeptFile | None:
+    """Return the index of the whole file of this name, or what a thinned one covers; None: it is no spool file's name."""
+    if match := _WHOLE.fullmatch(name):
+        return int(match[1])
+    match = _KEPT.fullmatch(name)
+    return KeptFile(int(match[2]), int(match[1]), int(match[3])) if match else None
+
+
 def list_files(folder: Path) -> list[int]:
     """Return the indices of the whole spool files in a folder, ascending; empty when there is no folder."""
     return sorted(int(match[1]) for match in map(_WHOLE.fullmatch, _names(folder)) if match)

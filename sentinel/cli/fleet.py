@@ -1,0 +1,54 @@
+"""`sentinel fleet status`: where the spools of all nodes stand, as nodes and join say it on the broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+import msgspec
+
+from sentinel.cli.broker_options import broker_options
+from sentinel.errors import StoreError
+from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.overheard import NodeStatus, overhear
+
+
+@click.group()
+def fleet() -> None:
+    """Look after a fleet: nodes that ship, and the join that judges."""
+
+
+@fleet.command()
+@broker_options
+@click.option("--listen-s", default=1.5, show_default=True, metavar="SECONDS", help="How long nodes are listened to.")
+@click.option("--json", "as_json", is_flag=True, help="One object a run and node.")
+def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
+    """Say, of each run and node, what waits to be held by the join, and what is blocked and why.
+
+    Exit code 0: all goes on; 1: no node speaks, or something is blocked.
+    """
+    try:
+        found = asyncio.run(overhear(broker, listen_s))
+    except asyncio.TimeoutError as error:
+        raise StoreError(f"{broker.shown}: expected a NATS server, got no answer within 5 s") from error
+    if as_json:
+        click.echo(b"\n".join(map(msgspec.json.encode, found)).decode())
+    elif not found:
+        click.echo(f"no node spoke within {listen_s:g} s")
+    else:
+        for one in found:
+            for line in _lines(one):
+                click.echo(line)
+    return 1 if not found or any(one.blocked for one in found) else 0
+
+
+def _lines(one: NodeStatus) -> list[str]:
+    waits = f"{one.waiting_bytes / 2**20:.1f} MiB wait, for {one.waiting_s:.1f} s" if one.waiting_bytes else "all is held"
+    lines = [f"{one.run}  node {one.node}  {one.num_spools} spools  {waits}  join {one.join or '-'}"]
+    for folder, (file, offset) in sorted(one.head.items()):
+        held, at = one.held.get(folder, ("", 0))
+        index, acked = one.acked.get(folder, (0, 0))
+        lines.append(
+            f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}"
+        )
+    return lines + [f"  blocked: {why}" for why in one.blocked]

@@ -1,0 +1,83 @@
+"""`sentinel join RUNS`: the daemon, beside what copies the spools of all nodes into RUNS for it to judge."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from sentinel.cli.broker_options import broker_options
+from sentinel.cli.code import allow_code_option
+from sentinel.cli.listening import Listening, listening_options
+from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
+from sentinel.errors import ConfigError
+from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
+
+
+@click.command()
+@click.argument("directory")
+@broker_options
+@click.option("--stream-mib", default=STREAM_BYTES >> 20, show_default=True, metavar="MIB", help="Most that the stream holds.")
+@click.option("--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon.")
+@click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name.")
+@allow_code_option()
+@click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
+@listening_options("127.0.0.1:9464")
+@click.option("--no-http", is_flag=True, help="Listen nowhere.")
+@click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
+def join(
+    directory: str,
+    broker: BrokerConfig,
+    stream_mib: int,
+    state_dir: str | None,
+    packs: tuple[str, ...],
+    config: str | None,
+    listening: Listening,
+    no_http: bool,
+    drain_s: float,
+    log_format: str,
+    log_level: str,
+) -> int:
+    """Judge the runs of all nodes that ship to the same broker, as `sentinel serve` judges those of one disk.
+
+    DIRECTORY is made where it is missing, and holds the copies of the nodes' spools beside what was found. One join a
+    broker: a second one would take messages from the first.
+    """
+    import logging
+
+    from sentinel.daemon.config import placed, read_config
+    from sentinel.daemon.daemon import Daemon, ServeOptions
+    from sentinel.fleet.broker import nats_client
+    from sentinel.fleet.copied_runs import CopiedRuns
+    from sentinel.fleet.joining import Joining
+    from sentinel.private_files import make_directory
+
+    begin_log(sys.stderr, log_format, log_level)
+    os.umask(0o077)  # whatever the shell says: nobody else reads, let alone writes, what is copied here
+    where, config_file = Path(directory).absolute(), Path(config) if config else None
+    make_directory(where)
+    nats_client()
+    read = functools.partial(read_config, config_file, None, None)
+    warn = logging.getLogger("sentinel.fleet").warning
+    copies = CopiedRuns(where, f"{socket.gethostname()}/{os.getpid()}", on_problem=warn)
+    options = ServeOptions(
+        directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
+        config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
+        notify_socket=os.environ.get("NOTIFY_SOCKET", ""), drain_s=drain_s, on_the_way=copies.on_the_way,
+    )  # fmt: skip
+    try:
+        daemon = Daemon(options, os.environ, sys.stderr)
+    except ConfigError as error:
+        raise placed(error, config_file) if config_file else error from error
+    joining = Joining(copies, broker, stream_bytes=stream_mib << 20)
+    joining.start()
+    try:
+        return daemon.run()
+    finally:
+        joining.close()

@@ -1,0 +1,150 @@
+"""The connection to NATS JetStream: how it is made, what its stream is, and what its errors mean."""
+
+from __future__ import annotations
+
+import logging
+import re
+import ssl
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.fleet.subjects import RAW, STREAM
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.js.client import JetStreamContext
+
+log = logging.getLogger("sentinel.fleet")
+
+RECONNECT_S = 0.5
+STREAM_BYTES = 4 * 2**30
+"""Most bytes that the stream holds, unless said otherwise: past it nodes wait, and their spools hold what is new."""
+
+
+class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the broker is, and as whom it is spoken to."""
+
+    server: str
+    """nats://HOST:PORT or tls://HOST:PORT; several with commas between."""
+    ca_file: str = ""
+    """Certificates (PEM) by which the server is known; empty: those of the system."""
+    cert_file: str = ""
+    """Our own certificate chain (PEM), where the server asks for one."""
+    key_file: str = ""
+    login_file: str = ""
+    """File of two lines, user and password, that only its owner may read."""
+
+    def __post_init__(self) -> None:
+        for one in self.servers:
+            if not re.fullmatch(r"(nats|tls)://([^\s/@]*@)?[^\s/@]+", one):
+                raise ConfigError(f'--server: expected nats://HOST:PORT or tls://HOST:PORT, got "{without_password(one)}"')
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError("--tls-cert and --tls-key: expected both or none, got one")
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses."""
+        return [one.strip() for one in self.server.split(",")]
+
+    @property
+    def shown(self) -> str:
+        """The addresses as they may be printed."""
+        return ", ".join(map(without_password, self.servers))
+
+    def login(self) -> tuple[str, str] | None:
+        """Return (user, password) as the file has them now; None: there is no file. ConfigError."""
+        if not self.login_file:
+            return None
+        path = Path(self.login_file)
+        try:
+            mode, lines = path.stat().st_mode, path.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: expected two lines, user and password, got: {error}") from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"{path}: expected a file that only its owner may read, got mode {stat.S_IMODE(mode):04o}; chmod 600")
+        if len(lines) < 2 or not lines[0]:
+            raise ConfigError(f"{path}: expected two lines, user and password, got {len(lines)}")
+        return lines[0], lines[1]
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return how the server is known and what it is shown; None: in the clear. ConfigError."""
+        if not (self.ca_file or self.cert_file or any(one.startswith("tls://") for one in self.servers)):
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.cert_file:
+                context.load_cert_chain(self.cert_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--tls-ca, --tls-cert, --tls-key: expected files in PEM, got: {error}") from error
+        return context
+
+
+def without_password(server: str) -> str:
+    """Return an address without who may use it."""
+    return re.sub(r"//[^@/]*@", "//***@", server)
+
+
+def nats_client() -> Any:
+    """Return the library's client, not connected; ConfigError: it is not installed."""
+    try:
+        from nats.aio.client import Client
+    except ImportError as error:
+        raise ConfigError('a fleet needs the NATS client: pip install "sentinel[fleet]" (nats-py)') from error
+    return Client()
+
+
+async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Awaitable[None]] | None = None) -> Client:
+    """Return a connection, which is made again whenever it is lost; waits until there is one. on_connected: called each
+    time it was made again.
+    """
+    client: Client = nats_client()
+    said = ""
+
+    async def note(error: Exception) -> None:
+        nonlocal said
+        words = f"{type(error).__name__}: {error}".rstrip(": ")
+        if words != said:
+            said = words
+            log.warning("broker %s: %s; it is tried again", config.shown, without_password(words))
+
+    async def connected() -> None:
+        nonlocal said
+        said = ""
+        log.info("broker %s: connected again", config.shown)
+        if on_connected is not None:
+            await on_connected()
+
+    options: dict[str, Any] = {}
+    if (login := config.login()) is not None:
+        # Asked for at each connection: a password is changed without a restart.
+        options = {"user": lambda: (config.login() or login)[0], "password": lambda: (config.login() or login)[1]}
+    tls = config.tls()
+    if tls is not None:
+        options["tls"] = tls
+    await client.connect(
+        config.servers, name=name, max_reconnect_attempts=-1, reconnect_time_wait=RECONNECT_S, connect_timeout=2,  # type: ignore[arg-type]
+        ping_interval=5, max_outstanding_pings=2, error_cb=note, reconnected_cb=connected, **options,
+    )  # fmt: skip
+    return client
+
+
+async def ensure_stream(jetstream: JetStreamContext, max_bytes: int) -> None:
+    """Make the stream of chunks where there is none. By the join alone: nodes administer no streams."""
+    from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+    from nats.js.errors import NotFoundError
+
+    try:
+        await jetstream.stream_info(STREAM)
+    except NotFoundError:
+        await jetstream.add_stream(
+            StreamConfig(
+                name=STREAM, subjects=[RAW], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=1,
+                discard=DiscardPolicy.NEW, max_bytes=max_bytes, duplicate_window=0.1,
+            )
+        )  # fmt: skip
+        log.info("stream %s: made, of at most %.1f GiB", STREAM, max_bytes / 2**30)

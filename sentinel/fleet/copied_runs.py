@@ -1,0 +1,292 @@
+"""CopiedRuns: the copies of all runs at the join: whose spool is whose, what waits for whom, what each node is answered.
+
+What the daemon reads must not run ahead of a node that is slow: a step would close without its ranks. So chunks are held
+until every node of the run has spoken since: each beat echoes the newest answer, and so says what that node's spools held
+when everything before that answer had come here. Of a spool that holds more than its copy the follower is told that it is
+behind. A node that was silent for `SILENT_S` is waited for no more: its ranks are late, or gone, as the daemon decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+
+from sentinel.control.command_files import COMMAND_FILE
+from sentinel.errors import WireError
+from sentinel.fleet.sealed import VERSION, Answer, Beat, Chunk, FilePlace, SpoolHead, SpoolHeld
+from sentinel.fleet.spool_copy import SpoolCopy
+from sentinel.fleet.spool_cursor import last_index
+from sentinel.printable import printable
+from sentinel.private_files import create_file, make_directory
+from sentinel.wire.pulse import NAME as PULSE
+from sentinel.wire.spool import parse_incarnation_folder, read_ack
+from sentinel.wire.witness import NAME as WITNESS
+
+SILENT_S = 30.0
+"""A node that said nothing for so long is waited for no more."""
+BEGIN_S = 2.0
+"""Seconds after the join begins in which nodes may report before anything is taken to be all there is."""
+MAX_HELD_BYTES = 64 * 2**20
+"""Most bytes of chunks that are held; past it nothing more is taken from the stream."""
+MAX_ANSWERED_BYTES = 256 * 2**10
+"""Most bytes of commands in one answer; the others come with the next."""
+OWNER = "node"
+"""File in the folder of a copy that names the node from which it comes."""
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.copies: dict[str, SpoolCopy] = {}
+        self.heads: dict[str, SpoolHead] = {}
+        self.owners: dict[str, str] = {}
+        self.heard: dict[str, float] = {}
+        """Node -> when its newest beat came, monotonic seconds."""
+        self.seen_until: dict[str, float] = {}
+        """Node -> the moment of this clock as of which its heads are known."""
+        self.held: deque[tuple[float, Chunk]] = deque()
+
+
+class CopiedRuns:
+    """For the thread of the join; `on_the_way` and `release` also for others."""
+
+    def __init__(
+        self,
+        directory: Path,
+        join: str,
+        *,
+        begin_s: float = BEGIN_S,
+        clock: Callable[[], float] = time.monotonic,
+        on_problem: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`. on_problem: told of each thing that is refused, once."""
+        self.directory, self.join = directory, join
+        self.counts: Counter[str] = Counter()
+        """chunks, bytes, repeated, early, refused: since the beginning."""
+        self.refused: dict[str, str] = {}
+        """What is refused -> why."""
+        self._clock, self._on_problem = clock, on_problem
+        self._runs: dict[str, _Run] = {}
+        self._begun, self._begin_s = clock(), begin_s
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+            if _is_name(path.name) and (path / "spool").is_dir():
+                self._recall(path)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is held that nothing more may be taken."""
+        return self._held_bytes >= MAX_HELD_BYTES
+
+    def on_the_way(self, run: str) -> frozenset[str]:
+        """Return the folders of a run's spools of which more is known to exist than is here."""
+        with self._lock:
+            known = self._runs.get(run)
+            if known is None:
+                return frozenset()
+            now = self._clock()
+            return frozenset(
+                folder
+                for folder, head in known.heads.items()
+                if now - known.heard.get(known.owners.get(folder, ""), -SILENT_S) < SILENT_S
+                and _is_beyond(head.head, known.copies[folder].place)
+            )
+
+    def take_chunk(self, chunk: Chunk) -> None:
+        """Take in a chunk, which is written when every node of its run has spoken since."""
+        with self._lock:
+            self.counts["chunks"] += 1
+            if self._claim(chunk.run, chunk.folder, chunk.node):
+                self.counts["refused"] += 1
+                return
+            self._runs[chunk.run].held.append((self._clock(), chunk))
+            self._held_bytes += len(chunk.data)
+
+    def take_beat(self, beat: Beat, *, is_drained: bool) -> Answer | None:
+        """Take in what a node says, and return the answer; None: there is none to a run of such a name."""
+        with self._lock:
+            if not self._is_run(beat.run, beat.node):
+                self.counts["refused"] += 1
+                return None
+            run = self._runs.setdefault(beat.run, _Run())
+            now = self._clock()
+            run.heard[beat.node] = now
+            if beat.echo[0] == self.join:
+                run.seen_until[beat.node] = max(run.seen_until.get(beat.node, 0.0), beat.echo[1] / 1e9)
+            if beat.is_leaving:
+                run.heard.pop(beat.node, None)
+            spools = {folder: self._answered(run, beat, folder, head) for folder, head in beat.spools.items()}
+            return Answer(
+                version=VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run, spools=spools,
+                commands=self._commands(beat.run, set(beat.commands)),
+                is_drained=is_drained and not run.held,
+            )  # fmt: skip
+
+    def release(self) -> int:
+        """Write what no node may be behind of; return the bytes that are new."""
+        with self._lock:
+            now = self._clock()
+            return sum(self._release(name, run, now) for name, run in self._runs.items())
+
+    def refuse(self, what: str, why: str) -> None:
+        """Count what cannot be taken in, and say once why. what: of which there may be more; why: in words."""
+        with self._lock:
+            self.counts["refused"] += 1
+            self._refuse(what, why)
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """Return run -> node -> seconds since it was heard."""
+        with self._lock:
+            now = self._clock()
+            return {name: {node: now - at for node, at in run.heard.items()} for name, run in self._runs.items()}
+
+    def _release(self, name: str, run: _Run, now: float) -> int:
+        if now - self._begun < self._begin_s and run.held:
+            return 0
+        live = [node for node, heard in run.heard.items() if now - heard < SILENT_S]
+        until = min((run.seen_until.get(node, 0.0) for node in live), default=now)
+        num_new = 0
+        while run.held and run.held[0][0] <= until:
+            _, chunk = run.held.popleft()
+            self._held_bytes -= len(chunk.data)
+            num_new += self._write(run, chunk)
+        return num_new
+
+    def _write(self, run: _Run, chunk: Chunk) -> int:
+        copy = run.copies[chunk.folder]
+        repeated, dropped = copy.num_repeated, copy.num_dropped
+        try:
+            num_new = copy.take(chunk)
+        except (OSError, WireError) as error:
+            # What the disk does not take is not held, and so comes again.
+            self._refuse(f"{chunk.run}/{chunk.folder}/{type(error).__name__}", f"run {printable(chunk.run)}: {error}")
+            return 0
+        self.counts["bytes"] += num_new
+        self.counts["repeated"] += copy.num_repeated - repeated
+        self.counts["dropped"] += copy.num_dropped - dropped
+        return num_new
+
+    def _answered(self, run: _Run, beat: Beat, folder: str, head: SpoolHead) -> SpoolHeld:
+        refused = self._claim(beat.run, folder, beat.node)
+        if refused:
+            return SpoolHeld(FilePlace(), refused=refused)
+        copy = run.copies[folder]
+        run.heads[folder] = head
+        copy.prune(head.first)
+        if head.pulse_ns > 0:
+            _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))
+        if head.witness:
+            _put(copy.folder / WITNESS, head.witness)
+        try:
+            witness_bytes = (copy.folder / WITNESS).lstat().st_size
+        except OSError:
+            witness_bytes = 0
+        return SpoolHeld(copy.place, read_ack(copy.folder), witness_bytes)
+
+    def _commands(self, run: str, known: set[str]) -> dict[str, bytes]:
+        """Return the commands of a run that a node does not name: the oldest first, up to a bound."""
+        folder, found, num_bytes = self.directory / run / "control", dict[str, bytes](), 0
+        try:
+            names = sorted(name for name in os.listdir(folder) if COMMAND_FILE.fullmatch(name))  # noqa: PTH208
+        except OSError:
+            return {}
+        for name in names:
+            if name in known:
+                continue
+            try:
+                data = (folder / name).read_bytes()
+            except OSError:
+                continue
+            num_bytes += len(data)
+            if num_bytes > MAX_ANSWERED_BYTES:
+                break
+            found[name] = data
+        return found
+
+    # Whose is whose.
+
+    def _is_run(self, run: str, node: str) -> bool:
+        if _is_name(run) and _is_name(node):
+            return True
+        self._refuse(f"{node}/{run}", f"node {printable(node[:64])!r}: expected the name of a run, got {printable(run[:64])!r}")
+        return False
+
+    def _claim(self, run: str, folder: str, node: str) -> str:
+        """Return why a spool is not taken from a node; empty: it is its own from now on, if it was nobody's."""
+        if not self._is_run(run, node):
+            return "its run's name cannot be used"
+        if parse_incarnation_folder(folder) is None or len(folder) > 64:
+            why = f"run {run}: node {node}: expected the folder of a spool, got {printable(folder[:64])!r}"
+            self._refuse(f"{run}/{folder}", why)
+            return why
+        known = self._runs.setdefault(run, _Run())
+        owner = known.owners.get(folder)
+        if owner is None:
+            path = self.directory / run / "spool" / folder
+            try:
+                if path.exists():
+                    why = f"run {run}: spool {folder} of node {node}: this directory has one that came from no node"
+                    self._refuse(f"{run}/{folder}/{node}", why)
+                    return why
+                make_directory(path)
+                _put(path / OWNER, json.dumps(node).encode())
+            except OSError as error:
+                return f"{path}: {error.strerror or error}"
+            known.owners[folder], known.copies[folder] = node, SpoolCopy(path)
+            return ""
+        if owner != node:
+            why = f"run {run}: spool {folder} is node {owner}'s, and node {node} sends it too: nothing of it is taken from {node}"
+            self._refuse(f"{run}/{folder}/{node}", why)
+            return why
+        return ""
+
+    def _recall(self, run_dir: Path) -> None:
+        """Go on with the copies of a run that an earlier process began."""
+        run = _Run()
+        for path in sorted((run_dir / "spool").iterdir()):
+            if parse_incarnation_folder(path.name) is None:
+                continue
+            try:
+                owner = json.loads((path / OWNER).read_bytes())
+            except (OSError, ValueError):
+                continue
+            if isinstance(owner, str):
+                run.owners[path.name], run.copies[path.name] = owner, SpoolCopy(path)
+        if run.owners:
+            # They have as long to report as any that falls silent.
+            run.heard = dict.fromkeys(run.owners.values(), self._begun)
+            self._runs[run_dir.name] = run
+
+    def _refuse(self, what: str, why: str) -> None:
+        if what not in self.refused and len(self.refused) < 1000:
+            self.refused[what] = why
+            self._on_problem(why)
+
+
+def _is_name(name: str) -> bool:
+    """Return whether a run or a node may be called so: visible, no path, and short enough for a folder."""
+    return name.isprintable() and "/" not in name and not name.startswith(".") and 0 < len(name.encode()) <= 200
+
+
+def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
+    return (last_index(head.file), head.offset if head.file == place.file else 0) > (
+        last_index(place.file),
+        place.offset if head.file == place.file else 0,
+    )
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a small file whole, 0600; where the disk takes it not, the former one stays."""
+    draft = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(OSError):
+        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
+            file.write(data)
+        draft.replace(path)
+
+

@@ -1,0 +1,233 @@
+"""NodeRuns: the runs of one machine as its shipper follows them: what is to be published, said, and taken from answers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sentinel.control.command_files import COMMAND_FILE, place_command
+from sentinel.errors import StoreError
+from sentinel.fleet.sealed import MAX_MESSAGE_BYTES, ROOM_BYTES, VERSION, Answer, Beat, Chunk, FilePlace, SpoolHead
+from sentinel.fleet.spool_cursor import SpoolCursor, last_index
+from sentinel.printable import printable
+from sentinel.store.run_paths import runs_in
+from sentinel.wire.pulse import read_pulse
+from sentinel.wire.spool import parse_incarnation_folder, read_ack, write_ack
+from sentinel.wire.witness import MAX_BYTES as MAX_WITNESS_BYTES
+from sentinel.wire.witness import NAME as WITNESS
+
+CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
+RESEND_S = 3.0
+"""What was published and is not held so long after the stream was drained is published again."""
+MAX_COMMANDS = 512
+"""Newest commands that a beat names."""
+MAX_SPOOLS = 512
+"""Most spools of a run of which one beat speaks: those that wait first, then the newest."""
+
+
+class _Spool:
+    def __init__(self, folder: Path) -> None:
+        self.cursor = SpoolCursor(folder)
+        self.held: FilePlace | None = None
+        """Behind what the join holds; None: it has not said yet."""
+        self.moved = 0.0
+        """When `held` changed, or all was sent anew, monotonic seconds."""
+        self.acked = (0, 0)
+        self.witness_bytes = -1
+        self.refused = ""
+        self.waits_since: float | None = None
+
+
+class _NodeRun:
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.spools: dict[str, _Spool] = {}
+        self.echo = ("", 0)
+
+
+class NodeRuns:
+    """Reads spools; writes `ack` files and commands. Not for several threads at once."""
+
+    def __init__(
+        self,
+        directory: Path,
+        node: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_problem: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """directory: of the runs of this machine. on_problem: told of each thing that goes wrong, once."""
+        self.directory, self.node = directory, node
+        self._clock, self._on_problem = clock, on_problem
+        self._runs: dict[str, _NodeRun] = {}
+        self._told: set[str] = set()
+
+    def discover(self) -> None:
+        """Take in runs and spools that are new, and let go of what is gone."""
+        found = {path.name: path for path in runs_in(self.directory)}
+        for name in self._runs.keys() - found.keys():
+            del self._runs[name]
+        for name, path in found.items():
+            if not name.isprintable():
+                self._tell(f"run {printable(name)!r}: expected visible characters in its name; it is not shipped")
+                continue
+            run = self._runs.setdefault(name, _NodeRun(path))
+            folders = {one for one in _names(path / "spool") if parse_incarnation_folder(one) is not None}
+            for folder in run.spools.keys() - folders:
+                del run.spools[folder]
+            for folder in sorted(folders - run.spools.keys()):
+                run.spools[folder] = _Spool(path / "spool" / folder)
+
+    def next(self) -> Iterator[Chunk]:
+        """Yield the next chunk of each spool that has one and of which the join has said how far it holds it."""
+        for name, run in self._runs.items():
+            for folder, spool in run.spools.items():
+                if spool.held is None or spool.refused:
+                    continue
+                piece = spool.cursor.next(CHUNK_BYTES)
+                if piece is not None:
+                    yield Chunk(
+                        version=VERSION, node=self.node, run=name, folder=folder, file=piece.file, offset=piece.offset,
+                        after=piece.after, size=piece.size, data=piece.data,
+                    )  # fmt: skip
+
+    def take_back(self, chunk: Chunk) -> None:
+        """Have a chunk that could not be published read again, and all behind it."""
+        spool = self._spool(chunk.run, chunk.folder)
+        if spool is None:
+            return
+        place = chunk.after if chunk.size or chunk.offset == 0 else FilePlace(chunk.file, chunk.offset)
+        now, then = spool.cursor.place, place
+        if (last_index(then.file), then.offset) <= (last_index(now.file), now.offset):
+            spool.cursor.seek(place)
+
+    def beats(self, *, blocked: str = "", is_leaving: bool = False) -> Iterator[Beat]:
+        """Yield what is to be said of each run."""
+        now = self._clock()
+        for name, run in self._runs.items():
+            echo = run.echo
+            heads = {folder: self._head(spool, now) for folder, spool in run.spools.items()}
+            if len(heads) > MAX_SPOOLS:
+                by_need = sorted(heads, key=lambda one: (heads[one].waiting_bytes == 0, -_mtime(run.spools[one])))
+                heads = {one: heads[one] for one in by_need[:MAX_SPOOLS]}
+            names = sorted(one for one in _names(run.run_dir / "control") if COMMAND_FILE.fullmatch(one))
+            yield Beat(
+                version=VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
+                blocked=blocked, is_leaving=is_leaving,
+            )  # fmt: skip
+
+    def take_answer(self, answer: Answer) -> None:
+        """Go by what the join says: where each spool goes on, what is committed, what is commanded."""
+        run = self._runs.get(answer.run)
+        if run is None or answer.node != self.node:
+            return
+        if answer.join == run.echo[0] and answer.stamp < run.echo[1]:
+            return
+        is_new_join = answer.join != run.echo[0]
+        run.echo = (answer.join, answer.stamp)
+        now = self._clock()
+        for folder, said in answer.spools.items():
+            spool = run.spools.get(folder)
+            if spool is None:
+                continue
+            if said.refused:
+                spool.refused = said.refused
+                self._tell(said.refused)
+                continue
+            spool.refused = ""
+            spool.witness_bytes = said.witness_bytes
+            if spool.held is None or is_new_join:
+                spool.cursor.seek(said.held)
+                spool.moved = now
+            elif spool.held != said.held or spool.cursor.place == said.held:
+                spool.moved = now
+            elif answer.is_drained and now - spool.moved > RESEND_S:
+                spool.cursor.seek(said.held)
+                spool.moved = now
+            spool.held = said.held
+            self._commit(spool, said.acked)
+        for name, data in answer.commands.items():
+            self._obey(run, name, data)
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of all spools that the join does not hold."""
+        return sum(
+            self._head(spool, self._clock()).waiting_bytes
+            for run in self._runs.values()
+            for spool in run.spools.values()
+            if not spool.refused
+        )
+
+    def _spool(self, run: str, folder: str) -> _Spool | None:
+        known = self._runs.get(run)
+        return None if known is None else known.spools.get(folder)
+
+    def _head(self, spool: _Spool, now: float) -> SpoolHead:
+        first, head, waiting = SpoolCursor(spool.cursor.folder, spool.held or FilePlace()).head()
+        spool.waits_since = None if waiting == 0 else now if spool.waits_since is None else spool.waits_since
+        witness = _witness(spool.cursor.folder)
+        return SpoolHead(
+            first=first, head=head, sent=spool.cursor.place, waiting_bytes=waiting,
+            waiting_s=0.0 if spool.waits_since is None else now - spool.waits_since,
+            acked=read_ack(spool.cursor.folder), pulse_ns=read_pulse(spool.cursor.folder),
+            witness=b"" if len(witness) == spool.witness_bytes else witness,
+        )  # fmt: skip
+
+    def _commit(self, spool: _Spool, acked: tuple[int, int]) -> None:
+        """Write down what the join has committed: the trainer deletes by it. Never more than this spool has."""
+        if acked <= spool.acked or acked <= read_ack(spool.cursor.folder):
+            spool.acked = max(spool.acked, acked) if acked <= spool.acked else acked
+            return
+        head = spool.cursor.head()[1]
+        if acked > (last_index(head.file), head.offset):
+            self._tell(f"{spool.cursor.folder}: the join commits {acked}, and this spool ends at {head}; it is not believed")
+            return
+        try:
+            write_ack(spool.cursor.folder, *acked)
+            spool.acked = acked
+        except OSError as error:
+            self._tell(f"{spool.cursor.folder}: cannot be acknowledged: {error.strerror or error}")
+
+    def _obey(self, run: _NodeRun, name: str, data: bytes) -> None:
+        if COMMAND_FILE.fullmatch(name) is None:
+            self._tell(f"run {run.run_dir.name}: expected the name of a command, got {printable(name[:64])!r}")
+            return
+        try:
+            place_command(run.run_dir / "control", name, data)
+        except StoreError as error:
+            self._tell(str(error))
+
+    def _tell(self, problem: str) -> None:
+        if problem not in self._told and len(self._told) < 1000:
+            self._told.add(problem)
+            self._on_problem(problem)
+
+
+def _witness(folder: Path) -> bytes:
+    try:
+        fd = os.open(folder / WITNESS, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, MAX_WITNESS_BYTES)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+def _mtime(spool: _Spool) -> float:
+    try:
+        return spool.cursor.folder.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 -- names alone, several times a second
+    except OSError:
+        return []

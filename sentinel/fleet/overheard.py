@@ -1,0 +1,80 @@
+"""Overheard: what nodes and the join say to each other within a while: all that `sentinel fleet status` knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sentinel.errors import WireError
+from sentinel.fleet import subjects
+from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.sealed import Answer, Beat, unseal
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one node's spools of one run have come."""
+
+    run: str
+    node: str
+    num_spools: int
+    waiting_bytes: int
+    """Bytes that the node's spools hold and the join does not."""
+    waiting_s: float
+    """Seconds for which the longest-waiting of them has waited."""
+    head: dict[str, tuple[str, int]]
+    """Spool folder -> (file, offset) behind what its process has written."""
+    held: dict[str, tuple[str, int]]
+    """The same behind what the join holds."""
+    acked: dict[str, tuple[int, int]]
+    """Spool folder -> (file index, offset) behind what is committed, as the node has it."""
+    join: str
+    """The join that answers; empty: none does."""
+    blocked: list[str]
+    """Why something does not go on, in words."""
+
+
+async def overhear(broker: BrokerConfig, listen_s: float) -> list[NodeStatus]:
+    """Return what is said of each run and node within so many seconds; asyncio.TimeoutError: there is no broker."""
+    beats: dict[tuple[str, str], Beat] = {}
+    answers: dict[tuple[str, str], Answer] = {}
+
+    async def take(message: Msg) -> None:
+        with contextlib.suppress(WireError):
+            if ".beat." in message.subject:
+                beat = unseal(message.data, Beat)
+                beats[beat.run, beat.node] = beat
+            else:
+                answer = unseal(message.data, Answer)
+                answers[answer.run, answer.node] = answer
+
+    client = await asyncio.wait_for(connect(broker, "sentinel fleet status"), 5.0)
+    try:
+        for subject in (subjects.BEATS, subjects.ANSWERS):
+            await client.subscribe(subject, cb=take)
+        await asyncio.sleep(listen_s)
+    finally:
+        await client.close()
+    return [_status(beat, answers.get(key)) for key, beat in sorted(beats.items())]
+
+
+def _status(beat: Beat, answer: Answer | None) -> NodeStatus:
+    said = answer.spools if answer is not None else {}
+    blocked = [beat.blocked] if beat.blocked else []
+    blocked += sorted({one.refused for one in said.values() if one.refused})
+    if answer is None:
+        blocked.append("no join answers")
+    return NodeStatus(
+        run=beat.run, node=beat.node, num_spools=len(beat.spools),
+        waiting_bytes=sum(one.waiting_bytes for one in beat.spools.values()),
+        waiting_s=max((one.waiting_s for one in beat.spools.values()), default=0.0),
+        head={folder: (one.head.file, one.head.offset) for folder, one in beat.spools.items()},
+        held={folder: (one.held.file, one.held.offset) for folder, one in said.items()},
+        acked={folder: one.acked for folder, one in beat.spools.items()},
+        join=answer.join if answer is not None else "", blocked=blocked,
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""Shipping: publishes the spools of one machine, and lets the join say how far. The spools are what lasts: no state of its own.
+
+What a broker does not take, or lost after it took it, is read from the spool again; a trainer notices nothing of either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from sentinel.errors import WireError
+from sentinel.fleet import subjects
+from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.sealed import Answer, Chunk, seal, unseal
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js.client import JetStreamContext
+
+log = logging.getLogger("sentinel.fleet")
+
+BEAT_S = 0.25
+DISCOVER_S = 0.5
+LOOK_S = 0.02
+"""Pause between two looks at the spools while data flows; four times as long while none does."""
+WINDOW_BYTES = 8 * 2**20
+"""Most bytes that were published and are not acknowledged by the broker."""
+ACKNOWLEDGED_S = 5.0
+"""A message that the broker does not acknowledge within so long is published again."""
+LONGEST_PAUSE_S = 5.0
+
+
+class Shipping:
+    """The work of `sentinel ship`."""
+
+    def __init__(self, runs: NodeRuns, broker: BrokerConfig, *, drain_s: float = 10.0) -> None:
+        """drain_s: longest time after `stop` until all that the spools hold is held by the join."""
+        self.blocked = ""
+        """Why nothing is published just now; empty: it is."""
+        self.num_published = 0
+        """Messages that the broker acknowledged."""
+        self.num_published_bytes = 0
+        """Their bytes."""
+        self._runs, self._broker, self._drain_s = runs, broker, drain_s
+        self._flying_bytes = 0
+        self._flying: set[asyncio.Task[None]] = set()
+        self._num_failures = 0
+        """In a row."""
+        self._paused_until = 0.0
+        self._stop = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """Have `run` end once the join holds everything, or the time for that is over; for any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def run(self) -> bool:
+        """Publish until `stop`; return whether the join holds all there is. ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        connecting = asyncio.ensure_future(connect(self._broker, f"sentinel ship {self._runs.node}"))
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            connecting.cancel()
+            return False
+        client = await connecting
+        log.info("node %s: shipping %s to %s", self._runs.node, self._runs.directory, self._broker.shown)
+        try:
+            await client.subscribe(subjects.answer("*", self._runs.node), cb=self._take_answer)
+            beating = asyncio.ensure_future(self._beat(client))
+            try:
+                is_drained = await self._ship(client)
+            finally:
+                beating.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await beating
+            await self._say(client, is_leaving=is_drained)
+            return is_drained
+        finally:
+            stopping.cancel()
+            for task in self._flying:
+                task.cancel()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(client.close(), 2.0)
+
+    async def _ship(self, client: Client) -> bool:
+        jetstream = client.jetstream()
+        discover_at = 0.0
+        until: float | None = None
+        while True:
+            now = time.monotonic()
+            if now >= discover_at:
+                self._runs.discover()
+                discover_at = now + DISCOVER_S
+            has_moved = await self._publish_next(client, jetstream)
+            if self._stop.is_set():
+                until = until or now + self._drain_s
+                if not self._flying and not self._runs.num_waiting_bytes:
+                    return True
+                if now >= until:
+                    return False
+            if not has_moved:
+                await asyncio.sleep(LOOK_S if self._flying else 4 * LOOK_S)
+
+    async def _publish_next(self, client: Client, jetstream: JetStreamContext) -> bool:
+        """Publish one chunk of each spool, as far as the window allows; return whether there was any."""
+        if not client.is_connected:
+            self.blocked = "the broker is away"
+            return False
+        if time.monotonic() < self._paused_until or self._flying_bytes >= WINDOW_BYTES:
+            return False
+        if self._num_failures == 0:
+            self.blocked = ""
+        has_moved = False
+        for chunk in self._runs.next():
+            has_moved = True
+            data = seal(chunk)
+            self._flying_bytes += len(data)
+            task = asyncio.ensure_future(self._publish(jetstream, chunk, data))
+            self._flying.add(task)
+            task.add_done_callback(self._flying.discard)
+            # Lets it hand over its bytes before the next: messages leave in order.
+            await asyncio.sleep(0)
+            if self._flying_bytes >= WINDOW_BYTES:
+                break
+        return has_moved
+
+    async def _publish(self, jetstream: JetStreamContext, chunk: Chunk, data: bytes) -> None:
+        from nats.errors import Error
+
+        try:
+            await jetstream.publish(
+                subjects.raw(chunk.run, chunk.node), data, timeout=ACKNOWLEDGED_S, headers={"Nats-Expected-Stream": subjects.STREAM}
+            )
+        except (Error, asyncio.TimeoutError, OSError) as error:
+            self._failed(chunk, error)
+        else:
+            self.num_published += 1
+            self.num_published_bytes += len(data)
+            self._num_failures = 0
+        finally:
+            self._flying_bytes -= len(data)
+
+    def _failed(self, chunk: Chunk, error: Exception) -> None:
+        self._runs.take_back(chunk)
+        self._num_failures += 1
+        self._paused_until = time.monotonic() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self._num_failures, 10))
+        words = getattr(error, "description", None) or str(error) or type(error).__name__
+        blocked = f"the broker does not take what is published: {words}"
+        if blocked != self.blocked:
+            self.blocked = blocked
+            log.warning("node %s: %s; spools keep it meanwhile", self._runs.node, blocked)
+
+    async def _beat(self, client: Client) -> None:
+        while True:
+            await self._say(client)
+            await asyncio.sleep(BEAT_S)
+
+    async def _say(self, client: Client, *, is_leaving: bool = False) -> None:
+        from nats.errors import Error
+
+        if not client.is_connected:
+            return
+        for beat in self._runs.beats(blocked=self.blocked, is_leaving=is_leaving):
+            with contextlib.suppress(Error, OSError):
+                await client.publish(subjects.beat(beat.run, beat.node), seal(beat))
+        if is_leaving:
+            with contextlib.suppress(Error, OSError, asyncio.TimeoutError):
+                await client.flush(2)
+
+    async def _take_answer(self, message: Msg) -> None:
+        try:
+            answer = unseal(message.data, Answer)
+        except WireError as error:
+            log.warning("node %s: %s: %s", self._runs.node, message.subject, error)
+            return
+        self._runs.take_answer(answer)

@@ -1,0 +1,143 @@
+"""SpoolCopy: the copy of one spool at the join, written in order whatever the order in which its chunks come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from sentinel.errors import WireError
+from sentinel.fleet.sealed import Chunk, FilePlace
+from sentinel.fleet.spool_cursor import last_index
+from sentinel.private_files import create_file, make_directory
+from sentinel.wire.spool import read_ack
+from sentinel.wire.spool_files import file_name, list_files, list_kept, read_name
+
+MAX_EARLY_BYTES = 16 * 2**20
+"""Most bytes of chunks that wait for those before them; past it they are dropped, and asked for again."""
+MAX_INDEX = 10**9
+"""Highest index of a file: beyond what any process writes."""
+
+
+class SpoolCopy:
+    """Takes each byte once: what is there already is dropped, what comes early waits. OSError: the disk takes it not."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: of the copy; what lies there is gone on from."""
+        self.folder = folder
+        self.num_repeated = 0
+        """Chunks of which all was there already."""
+        self.num_dropped = 0
+        """Chunks that came too early for the room that there is."""
+        self._early: dict[tuple[str, int], Chunk] = {}
+        self._early_bytes = 0
+        self._part: tuple[str, int] = ("", 0)
+        """(thinned file of which a part is here, bytes of it)"""
+        self.place = self._found()
+        """Behind all that is here."""
+
+    def take(self, chunk: Chunk) -> int:
+        """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
+        last = last_index(chunk.file)
+        if last < 0 or last > MAX_INDEX or chunk.offset < 0 or len(chunk.file) > 64:
+            raise WireError(f"spool {self.folder.name}: expected a spool file, got {chunk.file[:64]!r} at {chunk.offset}")
+        num_new = self._write(chunk)
+        if num_new is None:
+            self._keep(chunk)
+            return 0
+        if num_new == 0:
+            self.num_repeated += 1
+            return 0
+        while self._early:
+            more = 0
+            for key, one in sorted(self._early.items()):
+                wrote = self._write(one)
+                if wrote is not None:
+                    del self._early[key]
+                    self._early_bytes -= len(one.data)
+                    more += wrote
+            if not more:
+                break
+            num_new += more
+        return num_new
+
+    def prune(self, first: int) -> None:
+        """Delete files that the node has no more, as far as the daemon has committed them. first: lowest index there."""
+        until = min(first, read_ack(self.folder)[0])
+        names = [file_name(index) for index in list_files(self.folder) if index < until]
+        names += [one.name for one in list_kept(self.folder) if one.last < until]
+        for name in names:
+            if name != self.place.file:
+                with contextlib.suppress(OSError):
+                    (self.folder / name).unlink()
+
+    def _write(self, chunk: Chunk) -> int | None:
+        """Return the bytes of a chunk that were written; None: what is before it is not there yet."""
+        is_whole = isinstance(read_name(chunk.file), int)
+        if chunk.file == self.place.file:
+            if not is_whole or chunk.offset + len(chunk.data) <= self.place.offset:
+                return 0
+            if chunk.offset > self.place.offset:
+                return None
+            return self._append(chunk.file, self.place.offset, chunk.data[self.place.offset - chunk.offset :])
+        if last_index(chunk.file) < last_index(self.place.file):
+            return 0
+        if chunk.after != self.place:
+            return None
+        if is_whole:
+            return self._append(chunk.file, 0, chunk.data) if chunk.offset == 0 else None
+        return self._append_part(chunk)
+
+    def _append(self, name: str, offset: int, data: bytes) -> int:
+        make_directory(self.folder)
+        fd = create_file(self.folder / name, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            _write_all(fd, data, offset)
+        finally:
+            os.close(fd)
+        self.place = FilePlace(name, offset + len(data))
+        return len(data)
+
+    def _append_part(self, chunk: Chunk) -> int | None:
+        """Collect a thinned file beside its name, which it gets once it is whole: readers take it for whole."""
+        if chunk.offset == 0:
+            self._part = (chunk.file, 0)
+        if self._part != (chunk.file, chunk.offset):
+            return 0 if self._part[0] == chunk.file and chunk.offset < self._part[1] else None
+        make_directory(self.folder)
+        part = self.folder / f".{chunk.file}.part"
+        fd = create_file(part, os.O_WRONLY | os.O_NOFOLLOW | (0 if chunk.offset else os.O_TRUNC))
+        try:
+            _write_all(fd, chunk.data, chunk.offset)
+        finally:
+            os.close(fd)
+        self._part = (chunk.file, chunk.offset + len(chunk.data))
+        if self._part[1] >= chunk.size:
+            part.replace(self.folder / chunk.file)
+            self._part = ("", 0)
+            self.place = FilePlace(chunk.file, chunk.size)
+        return len(chunk.data)
+
+    def _keep(self, chunk: Chunk) -> None:
+        key = (chunk.file, chunk.offset)
+        if key in self._early:
+            self.num_repeated += 1
+        elif self._early_bytes + len(chunk.data) > MAX_EARLY_BYTES:
+            self.num_dropped += 1
+        else:
+            self._early[key] = chunk
+            self._early_bytes += len(chunk.data)
+
+    def _found(self) -> FilePlace:
+        names = [file_name(index) for index in list_files(self.folder)] + [one.name for one in list_kept(self.folder)]
+        if not names:
+            return FilePlace()
+        newest = max(names, key=lambda name: (last_index(name), isinstance(read_name(name), int), name))
+        return FilePlace(newest, (self.folder / newest).lstat().st_size)
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        num_written = os.pwrite(fd, view, offset)
+        view, offset = view[num_written:], offset + num_written

@@ -1,0 +1,152 @@
+"""SpoolCursor: hands out the bytes of one spool in order, file after file, from any place on."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from sentinel.fleet.sealed import FilePlace
+from sentinel.wire.frame import peek
+from sentinel.wire.spool_files import KeptFile, covering, file_name, list_files, list_kept, next_place, read_name
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Bytes of one file, as `Chunk` has them."""
+
+    file: str
+    offset: int
+    after: FilePlace
+    size: int
+    data: bytes
+
+    @property
+    def end(self) -> FilePlace:
+        """The place behind it; of a part of a thinned file that is not its last, the place before that file."""
+        if self.size and self.offset + len(self.data) < self.size:
+            return self.after
+        return FilePlace(self.file, self.offset + len(self.data))
+
+
+class SpoolCursor:
+    """Reads, and never waits. A thinned file is handed out whole, or begun anew; one that is gone is passed over."""
+
+    def __init__(self, folder: Path, place: FilePlace = FilePlace()) -> None:  # noqa: B008 -- frozen
+        self.folder = folder
+        self.place = place
+        """Behind what was handed out."""
+        self._kept: KeptFile | None = None
+        """The thinned file of which a part was handed out."""
+        self._kept_offset = 0
+
+    def seek(self, place: FilePlace) -> None:
+        """Go on at another place."""
+        self.place, self._kept, self._kept_offset = place, None, 0
+
+    def next(self, max_bytes: int) -> Piece | None:
+        """Return the next bytes, up to `max_bytes`, as far as possible whole frames; None: there are none just now."""
+        known = read_name(self.place.file)
+        if isinstance(known, int) and self._kept is None:
+            # Looked for before reading: a writer begins a new file only when it has done with the last.
+            has_next = (self.folder / file_name(known + 1)).exists()
+            found = _read(self.folder / self.place.file, self.place.offset, max_bytes)
+            if found is not None and found[0]:
+                data = found[0][: _aligned(found[0])]
+                piece = Piece(self.place.file, self.place.offset, self.place, 0, data)
+                self.place = piece.end
+                return piece
+            if found is not None and not has_next and next_place(self.folder, known) is None:
+                return None
+            if found is None and (kept := covering(self.folder, known)) is not None:
+                return self._next_kept(kept, max_bytes)
+        if self._kept is not None:
+            piece = self._next_kept(self._kept, max_bytes)
+            if piece is not None:
+                return piece
+        return self._begin(-1 if known is None else known if isinstance(known, int) else known.last, max_bytes)
+
+    def head(self) -> tuple[int, FilePlace, int]:
+        """Return (lowest index of anything there, the place behind all, bytes behind the cursor's place)."""
+        whole, kept = list_files(self.folder), list_kept(self.folder)
+        if not whole and not kept:
+            return 0, FilePlace(), 0
+        first = min([*whole[:1], *(one.first for one in kept)])
+        sizes = {file_name(index): _size(self.folder / file_name(index)) for index in whole}
+        sizes |= {one.name: _size(self.folder / one.name) for one in kept}
+        at = last_index(self.place.file)
+        # Of a file that is empty nothing can come.
+        sizes = {name: size for name, size in sizes.items() if size} or {"": 0}
+        waiting = sum(size for name, size in sizes.items() if last_index(name) > at)
+        if self.place.file in sizes:
+            waiting += max(0, sizes[self.place.file] - self.place.offset)
+        newest = max(sizes, key=lambda name: (last_index(name), "-" not in name))
+        return first, FilePlace(newest, sizes[newest]), waiting
+
+    def _begin(self, after: int, max_bytes: int) -> Piece | None:
+        """Return the first bytes of whatever comes behind an index."""
+        index = next_place(self.folder, after)
+        if index is None:
+            return None
+        found = _read(self.folder / file_name(index), 0, max_bytes)
+        if found is None:
+            kept = covering(self.folder, index)
+            return None if kept is None else self._next_kept(kept, max_bytes)
+        if not found[0]:
+            return None
+        piece = Piece(file_name(index), 0, self.place, 0, found[0][: _aligned(found[0])])
+        self.place = piece.end
+        return piece
+
+    def _next_kept(self, kept: KeptFile, max_bytes: int) -> Piece | None:
+        if kept != self._kept:
+            self._kept, self._kept_offset = kept, 0
+        found = _read(self.folder / kept.name, self._kept_offset, max_bytes)
+        if found is None or not found[0]:
+            self._kept, self._kept_offset = None, 0
+            return None
+        data, size = found
+        piece = Piece(kept.name, self._kept_offset, self.place, size, data)
+        self._kept_offset += len(data)
+        if self._kept_offset >= size:
+            self.seek(piece.end)
+        return piece
+
+
+def last_index(name: str) -> int:
+    """Return the highest index of which a file of this name has anything; -1: it is no spool file."""
+    known = read_name(name)
+    return -1 if known is None else known if isinstance(known, int) else known.last
+
+
+def _aligned(data: bytes) -> int:
+    """Return the bytes of the whole frames in front; of all where there are none: a part of a long frame, or a torn one."""
+    at = 0
+    while (found := peek(data, at)) is not None and at + found[1] <= len(data):
+        at += found[1]
+    return at or len(data)
+
+
+def _read(path: Path, offset: int, max_bytes: int) -> tuple[bytes, int] | None:
+    """Return (bytes from an offset on, size of the file); None: there is no such file that may be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return os.pread(fd, max_bytes, offset), status.st_size
+    except OSError:
+        return b"", 0
+    finally:
+        os.close(fd)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,281 @@
+"""A spool that travels in chunks, lost, repeated and out of order, is the same spool at the join; strangers' are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sentinel.errors import ConfigError, WireError
+from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.copied_runs import SILENT_S, CopiedRuns
+from sentinel.fleet.node_runs import RESEND_S, NodeRuns
+from sentinel.fleet.sealed import Answer, Beat, Chunk, FilePlace, seal, unseal
+from sentinel.fleet.spool_cursor import SpoolCursor
+from sentinel.fleet.subjects import raw, token
+from sentinel.wire.spool import read_ack, write_ack
+
+FOLDER = "r00003-0123abcd"
+
+
+class Fleet:
+    """Nodes and a join without a broker between them: each message is handed over by the test, on a clock of its own."""
+
+    def __init__(self, where: Path, *nodes: str) -> None:
+        self.now = 100.0
+        self.problems: list[str] = []
+        self.joined = where / "joined"
+        self.nodes = {}
+        for name in nodes:
+            (where / name).mkdir(parents=True)
+            self.nodes[name] = NodeRuns(where / name, name, clock=lambda: self.now, on_problem=self.problems.append)
+        self.copies = self.restarted()
+
+    def restarted(self, name: str = "j1") -> CopiedRuns:
+        self.joined.mkdir(exist_ok=True)
+        self.copies = CopiedRuns(
+            self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append
+        )
+        return self.copies
+
+    def talk(self, *, is_drained: bool = True) -> None:
+        """Have each node speak of each run, and hear the answer."""
+        self.now += 0.1
+        for node in self.nodes.values():
+            node.discover()
+            for beat in node.beats():
+                answer = self.copies.take_beat(unseal(seal(beat), Beat), is_drained=is_drained)
+                if answer is not None:
+                    node.take_answer(unseal(seal(answer), Answer))
+
+    def chunks(self, node: str) -> Iterator[Chunk]:
+        while found := list(self.nodes[node].next()):
+            for chunk in found:
+                yield unseal(seal(chunk), Chunk)
+
+    def settle(self) -> None:
+        """Have everything sent, and released."""
+        for _ in range(3):
+            self.talk()
+            for node in self.nodes:
+                for chunk in self.chunks(node):
+                    self.copies.take_chunk(chunk)
+            self.talk()
+            self.talk()
+            self.copies.release()
+        self.talk()
+
+
+def write(folder: Path, name: str, data: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("ab") as file:
+        file.write(data)
+
+
+def spool_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.spool"))}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_spool_is_the_same_whatever_is_lost_repeated_and_out_of_order(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    fleet = Fleet(tmp_path, "a")
+    spool = tmp_path / "a" / "run" / "spool" / FOLDER
+    flying: list[Chunk] = []
+    for index in range(4):
+        for _ in range(rng.randint(1, 4)):
+            write(spool, f"{index:06d}.spool", rng.randbytes(rng.randint(1, 600_000)))
+            fleet.talk(is_drained=False)
+            flying += [chunk for chunk in fleet.chunks("a") for _ in range(rng.choice((0, 1, 1, 2)))]
+            rng.shuffle(flying)
+            while flying and rng.random() < 0.7:
+                fleet.copies.take_chunk(flying.pop())
+            if rng.random() < 0.2:
+                fleet.restarted(f"j{rng.random()}")
+    for chunk in flying:
+        fleet.copies.take_chunk(chunk)
+    for _ in range(4):
+        fleet.settle()
+        fleet.now += RESEND_S + 1
+
+    assert spool_bytes(fleet.joined / "run" / "spool" / FOLDER) == spool_bytes(spool)
+    assert not fleet.problems
+
+
+def test_a_thinned_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    spool, copy = tmp_path / "a" / "run" / "spool" / FOLDER, fleet.joined / "run" / "spool" / FOLDER
+    write(spool, "000000.spool", b"x" * 1000)
+    fleet.settle()
+    (spool / "000000.spool").unlink()
+    write(spool, "000002.000000-1.spool", b"y" * 1_200_000)
+    write(spool, "000003.spool", b"z" * 10)
+    chunks = list(fleet.chunks("a"))
+    for chunk in chunks[:2]:
+        fleet.copies.take_chunk(chunk)
+    fleet.talk()
+    fleet.talk()
+    fleet.copies.release()
+
+    assert set(spool_bytes(copy)) == {"000000.spool"}
+    fleet.settle()
+    fleet.now += RESEND_S + 1
+    fleet.settle()
+    assert spool_bytes(copy) == {"000000.spool": b"x" * 1000, **spool_bytes(spool)}
+
+
+def test_what_is_committed_there_is_acknowledged_here_and_never_more_than_there_is(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    spool, copy = tmp_path / "a" / "run" / "spool" / FOLDER, fleet.joined / "run" / "spool" / FOLDER
+    write(spool, "000000.spool", b"x" * 1000)
+    write(spool, "000001.spool", b"x" * 1000)
+    fleet.settle()
+
+    assert read_ack(spool) == (0, 0)
+    write_ack(copy, 1, 500)
+    fleet.talk()
+    assert read_ack(spool) == (1, 500)
+    (spool / "000000.spool").unlink()
+    fleet.talk()
+    assert set(spool_bytes(copy)) == {"000001.spool"}
+    write_ack(copy, 7, 0)
+    fleet.talk()
+    assert read_ack(spool) == (1, 500)
+    assert any("it is not believed" in one for one in fleet.problems)
+
+
+def test_a_file_that_is_gone_before_it_was_sent_is_passed_over(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    spool, copy = tmp_path / "a" / "run" / "spool" / FOLDER, fleet.joined / "run" / "spool" / FOLDER
+    write(spool, "000000.spool", b"a" * 100)
+    fleet.settle()
+    write(spool, "000001.spool", b"b" * 100)
+    write(spool, "000002.spool", b"c" * 100)
+    (spool / "000001.spool").unlink()
+    fleet.settle()
+
+    assert set(spool_bytes(copy)) == {"000000.spool", "000002.spool"}
+
+
+def test_a_spool_is_its_first_node_s_and_the_other_is_named(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    for node, data in (("a", b"right" * 100), ("b", b"wrong" * 200)):
+        write(tmp_path / node / "run" / "spool" / FOLDER, "000000.spool", data)
+    write(tmp_path / "b" / "run" / "spool" / "r00004-0123abcd", "000000.spool", b"its own")
+    fleet.settle()
+    fleet.restarted()
+    fleet.settle()
+
+    assert spool_bytes(fleet.joined / "run" / "spool" / FOLDER) == {"000000.spool": b"right" * 100}
+    assert spool_bytes(fleet.joined / "run" / "spool" / "r00004-0123abcd") == {"000000.spool": b"its own"}
+    assert [one for one in fleet.problems if f"spool {FOLDER} is node a's" in one and "from b" in one]
+
+
+@pytest.mark.parametrize("run", ["../out", "a/b", "", ".hidden", "new\nline", "x" * 300])
+def test_a_hostile_name_writes_nowhere_and_is_said_once(tmp_path: Path, run: str) -> None:
+    fleet = Fleet(tmp_path)
+    chunk = Chunk(1, "a", run, FOLDER, "000000.spool", 0, FilePlace(), 0, b"data")
+    for _ in range(2):
+        fleet.copies.take_chunk(chunk)
+    fleet.copies.release()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["joined"]
+    assert not any(fleet.joined.iterdir())
+    assert len(fleet.problems) == 1 and "\n" not in fleet.problems[0]
+    assert fleet.copies.counts["refused"] == 2
+
+
+def test_names_of_folders_and_files_are_those_of_spools(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    for folder, file in (("../x", "000000.spool"), (FOLDER, "../ack"), (FOLDER, "ack"), (FOLDER, "000000.spool/x")):
+        fleet.copies.take_chunk(Chunk(1, "a", "run", folder, file, 0, FilePlace(), 0, b"data"))
+    fleet.copies.release()
+
+    assert {path.name for path in fleet.joined.rglob("*") if path.is_file()} == {"node"}
+    assert len(fleet.problems) == 2
+
+
+def test_a_message_that_was_changed_on_its_way_is_refused() -> None:
+    data = bytearray(seal(Chunk(1, "a", "run", FOLDER, "000000.spool", 0, FilePlace(), 0, b"data")))
+    data[-2] ^= 1
+
+    with pytest.raises(WireError, match="expected the crc32"):
+        unseal(bytes(data), Chunk)
+    with pytest.raises(WireError, match="expected a beat"):
+        unseal(seal(Chunk(1, "a", "run", FOLDER, "f", 0, FilePlace(), 0, b"")), Beat)
+
+
+def test_nothing_is_released_before_the_other_node_has_spoken(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    for node, rank in (("a", 0), ("b", 1)):
+        write(tmp_path / node / "run" / "spool" / f"r{rank:05d}-0123abcd", "000000.spool", b"x" * 100)
+    fleet.talk()
+    fleet.talk()
+    for chunk in fleet.chunks("a"):
+        fleet.now += 0.1
+        fleet.copies.take_chunk(chunk)
+
+    assert fleet.copies.release() == 0
+    fleet.talk()
+    assert fleet.copies.release() == 0, "both said so before they could know of it"
+    fleet.talk()
+    assert fleet.copies.release() == 100
+    assert fleet.copies.on_the_way("run") == {"r00001-0123abcd"}
+    fleet.now += SILENT_S
+    assert fleet.copies.on_the_way("run") == frozenset(), "who is silent for long is waited for no more"
+
+
+def test_commands_reach_each_node_once_byte_for_byte(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    for node, rank in (("a", 0), ("b", 1)):
+        write(tmp_path / node / "run" / "spool" / f"r{rank:05d}-0123abcd", "000000.spool", b"x")
+    fleet.settle()
+    control = fleet.joined / "run" / "control"
+    write(control, "000001.json", b'{"seq": 1}')
+    write(control, "draft.tmp", b"no command")
+    fleet.talk()
+    fleet.restarted("j2")
+    fleet.settle()
+
+    for node in ("a", "b"):
+        there = tmp_path / node / "run" / "control"
+        assert {path.name: path.read_bytes() for path in there.iterdir()} == {"000001.json": b'{"seq": 1}'}
+        assert (there / "000001.json").stat().st_mode & 0o777 == 0o600
+    assert not fleet.problems
+
+
+def test_a_cursor_hands_out_what_is_torn_for_the_reader_to_wait_for(tmp_path: Path) -> None:
+    write(tmp_path, "000000.spool", b"SNTL torn")
+    cursor = SpoolCursor(tmp_path)
+
+    first = cursor.next(2**20)
+    write(tmp_path, "000000.spool", b" and whole")
+    second = cursor.next(2**20)
+    assert first is not None and second is not None
+    assert (first.data, second.data, cursor.next(2**20)) == (b"SNTL torn", b" and whole", None)
+    assert cursor.head() == (0, FilePlace("000000.spool", 19), 0)
+
+
+def test_subjects_have_one_token_for_any_name() -> None:
+    names = ["run", "run.x", "run x", "run>*", "rün", "run%2Ex", "x" * 300, "x" * 301, ""]
+
+    assert len({token(name) for name in names}) == len(names)
+    for name in names:
+        assert raw(name, "node").count(".") == 3 and not set(raw(name, "node")) & set(" *>\n")
+
+
+def test_a_password_is_not_shown(tmp_path: Path) -> None:
+    login = tmp_path / "login"
+    login.write_text("user\nsecret\n")
+    login.chmod(0o644)
+
+    assert BrokerConfig(server="nats://me:secret@host:4222").shown == "nats://***@host:4222"
+    with pytest.raises(ConfigError, match="expected nats://HOST:PORT") as refused:
+        BrokerConfig(server="http://me:secret@host")
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ConfigError, match="only its owner may read"):
+        BrokerConfig(server="nats://host:4222", login_file=str(login)).login()
+    login.chmod(0o600)
+    assert BrokerConfig(server="nats://host:4222", login_file=str(login)).login() == ("user", "secret")

@@ -1,0 +1,307 @@
+"""Nodes, a real broker and a join come to the bytes that one daemon comes to on one disk, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.command import Command
+from sentinel.control.commands import RunCommands
+from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.serving import ServedRun
+from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.joining import Joining
+from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.overheard import overhear
+from sentinel.fleet.shipping import Shipping
+from sentinel.store.run_paths import RunPaths
+from sentinel.testing import LossJump, Nan, SyntheticRun
+from sentinel.wire.spool import read_ack
+
+from ..support.nats_broker import NatsBroker
+from ..support.results import anomalies, decisions, result_bytes
+from ..support.serving import NOW, judge_run, loaded_packs, small_run
+from ..support.waiting import wait_for
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4": {"pp": 1, "dp": 4, "layers": 2},
+    "pp2 dp2": {"pp": 2, "dp": 2},
+    "tp2 dp2": {"pp": 1, "dp": 2, "tp": 2, "layers": 2},
+}
+CONFIG = DaemonConfig()
+STEPS = 24
+
+
+class Shipper:
+    """One shipper in a thread, which can be left in the lurch."""
+
+    def __init__(self, directory: Path, node: str, url: str) -> None:
+        self.problems: list[str] = []
+        self.shipping = Shipping(
+            NodeRuns(directory, node, on_problem=self.problems.append), BrokerConfig(server=url), drain_s=60.0
+        )
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[bool] | None = None
+        self.is_drained = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self.shipping.run())
+        try:
+            self.is_drained = self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+
+    def drop(self) -> None:
+        """End it as a kill does: it says nothing to anybody."""
+        wait_for(lambda: self._task is not None)
+        assert self._task is not None
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(20)
+
+    def end(self) -> bool:
+        """Have it end in order; returns whether the join holds everything."""
+        self.shipping.stop()
+        self._thread.join(90)
+        return self.is_drained
+
+
+class Join:
+    """A join and the part of the daemon that serves its run, driven by hand."""
+
+    def __init__(self, directory: Path, url: str, name: str = "j1", begin_s: float = 0.6) -> None:
+        directory.mkdir(exist_ok=True)
+        self.run_dir = directory / "run"
+        self.problems: list[str] = []
+        self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
+        self.joining = Joining(self.copies, BrokerConfig(server=url))
+        self.joining.start()
+        self.run: ServedRun | None = None
+
+    def turn(self) -> None:
+        if self.run is None and (self.run_dir / "spool").is_dir():
+            self.run = ServedRun(
+                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), on_the_way=lambda: self.copies.on_the_way("run")
+            )
+        if self.run is not None:
+            while self.run.turn(NOW):
+                pass
+
+    def drop(self) -> None:
+        """End it with nothing kept that is not on the disk."""
+        self.joining.close()
+        if self.run is not None:
+            self.run.close()
+
+    def finish(self) -> None:
+        self.turn()
+        assert self.run is not None
+        self.run.finish(NOW, is_over=True, deadline=float("inf"))
+        self.drop()
+
+
+def recorded(directory: Path, layout: str, num_steps: int = STEPS, **options: Any) -> SyntheticRun:
+    """Write a run with faults on two ranks, and return it, judged by the daemon of one disk."""
+    run = small_run(directory / "run", **{**LAYOUTS[layout], **options})
+    run.plant(nan_on(run, run.num_ranks - 1), LossJump(step=15, factor=50.0))
+    run.write(num_steps)
+    run.end()
+    judge_run(run.directory, CONFIG, is_over=True)
+    return run
+
+
+def nan_on(run: SyntheticRun, rank: int) -> Nan:
+    """Return a NaN in a module that a rank holds."""
+    return Nan(step=5, module=[one for one in run.modules() if one in run.modules_of(rank)][-2], rank=rank, micro_step=1)
+
+
+def split(run: SyntheticRun, where: Path, num_nodes: int) -> list[Path]:
+    """Give each node the spools of its ranks, as its own disk has them; returns the nodes' directories of runs."""
+    found = [where / f"node{number}" for number in range(num_nodes)]
+    for folder in sorted((run.directory / "spool").iterdir()):
+        rank = int(folder.name[1:6])
+        there = found[rank * num_nodes // run.num_ranks] / "run" / "spool" / folder.name
+        shutil.copytree(folder, there, ignore=shutil.ignore_patterns("ack"))
+    return found
+
+
+def bytes_of(directories: list[Path]) -> int:
+    return sum(path.stat().st_size for one in directories for path in one.rglob("*.spool"))
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert anomalies(one), "nothing was found, so nothing was compared"
+    assert result_bytes(one) == result_bytes(other)
+    assert decisions(one) == decisions(other)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[NatsBroker]:
+    with NatsBroker(tmp_path / "broker") as running:
+        yield running
+
+
+@pytest.mark.parametrize(("layout", "num_nodes"), [("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2)])
+def test_a_fleet_comes_to_the_bytes_of_one_daemon(
+    tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int
+) -> None:
+    run = recorded(tmp_path / "whole", layout)
+    nodes = split(run, tmp_path, num_nodes)
+    join = Join(tmp_path / "joined", broker.url)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+
+    def all_is_here() -> bool:
+        join.turn()
+        return join.copies.counts["bytes"] >= bytes_of(nodes)
+
+    wait_for(all_is_here)
+    assert [one.end() for one in shippers] == [True] * num_nodes
+    join.finish()
+    assert_same(run.directory, join.run_dir)
+    assert not join.problems and not [one for shipper in shippers for one in shipper.problems]
+
+
+def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: NatsBroker) -> None:
+    run = recorded(tmp_path / "whole", "pp2 dp2", file_bytes=40_000)
+    nodes = split(run, tmp_path, 2)
+    # The second node has a third of its spools now, and the rest when the broker has lost what it held.
+    later = {path: path.read_bytes() for path in nodes[1].rglob("*.spool")}
+    for path, data in later.items():
+        index = int(path.name[:6])
+        if index == 0:
+            path.write_bytes(data[: len(data) * 2 // 3])
+        else:
+            path.unlink()
+    joined, total = tmp_path / "joined", bytes_of([tmp_path / "node0"]) + sum(map(len, later.values()))
+    join = Join(joined, broker.url)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    join.drop()
+    # Nobody takes anything: what is published now lies in the broker alone, which loses it.
+    published = shippers[1].shipping.num_published
+    for path, data in later.items():
+        path.write_bytes(data)
+    wait_for(lambda: shippers[1].shipping.num_published >= published + 2)
+    broker.kill()
+    assert broker.lose_messages() > 0
+    shippers[0].drop()
+    broker.start()
+    shippers[0] = Shipper(nodes[0], "node0", broker.url)
+    join = Join(joined, broker.url, "j2")
+    here = lambda: sum(path.stat().st_size for path in joined.rglob("*.spool"))  # noqa: E731
+    wait_for(lambda: join.turn() or here() >= total)
+    assert [one.end() for one in shippers] == [True, True]
+    join.finish()
+
+    assert_same(run.directory, join.run_dir)
+    assert not join.problems
+
+
+def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:
+    run = recorded(tmp_path / "whole", "pp2 dp2", 8)
+    nodes = split(run, tmp_path, 2)
+    join = Join(tmp_path / "joined", broker.url)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    command: Command = RunCommands(join.run_dir).enable(at_step=100, now=NOW)
+    for path in nodes:
+        there = path / "run" / "control" / f"{command.seq:06d}.json"
+        wait_for(lambda there=there: there.exists())
+        assert there.read_bytes() == (join.run_dir / "control" / there.name).read_bytes()
+    assert join.run is not None
+    for _ in range(3):  # What two snapshots do not need is acknowledged.
+        join.run._commits.keep(join.run._stages)
+    folders = [folder for path in nodes for folder in (path / "run" / "spool").iterdir()]
+    wait_for(lambda: all(read_ack(folder) > (0, 0) for folder in folders))
+    for folder in folders:
+        assert read_ack(folder) == read_ack(join.run_dir / "spool" / folder.name)
+
+    def all_held() -> Any:
+        found = asyncio.run(overhear(BrokerConfig(server=broker.url), 0.6))
+        return found if [one.node for one in found] == ["node0", "node1"] and not any(one.blocked for one in found) else None
+
+    for one in wait_for(all_held):
+        assert (one.run, one.num_spools, one.waiting_bytes, one.join) == ("run", 2, 0, "j1")
+        assert one.head == one.held
+    assert [one.end() for one in shippers] == [True, True]
+    join.finish()
+
+
+def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path: Path, broker: NatsBroker) -> None:
+    run = small_run(tmp_path / "whole" / "run", file_bytes=30_000)
+    run.plant(nan_on(run, 2))
+    run.write(12)
+    run.kill(3)
+    run.write(4)
+    run.end()
+    nodes = split(run, tmp_path, 2)
+    # Somebody deletes a file of rank 1 that nobody has read yet, here and there.
+    for spool in (run.folder(1), tmp_path / "node0" / "run" / "spool" / run.folder(1).name):
+        (spool / "000001.spool").unlink()
+    judge_run(run.directory, CONFIG, is_over=True)
+    join = Join(tmp_path / "joined", broker.url)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    assert [one.end() for one in shippers] == [True, True]
+    join.finish()
+
+    for path in run.directory.rglob("*.spool"):
+        assert (join.run_dir / path.relative_to(run.directory)).read_bytes() == path.read_bytes()
+    assert_same(run.directory, join.run_dir)
+
+
+def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen([sys.executable, "-m", "sentinel.cli", *arguments], stdout=output, stderr=output)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: NatsBroker) -> None:
+    run = recorded(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000)
+    nodes = split(run, tmp_path, 2)
+    joined, log = tmp_path / "joined", tmp_path / "log"
+    arguments = ("join", str(joined), "--server", broker.url, "--no-http")
+    processes: dict[str, Callable[[], subprocess.Popen[bytes]]] = {
+        "join": lambda: start(*arguments, log=log),
+        **{
+            path.name: lambda path=path: start("ship", str(path), "--server", broker.url, "--node", path.name, log=log)
+            for path in nodes
+        },
+    }
+    running = {name: begin() for name, begin in processes.items()}
+    here = lambda: sum(path.stat().st_size for path in joined.rglob("*.spool"))  # noqa: E731
+    try:
+        for name in ("node0", "join", "node1"):
+            before = here()
+            wait_for(lambda before=before: here() > before or here() >= bytes_of(nodes))
+            os.kill(running[name].pid, signal.SIGKILL)
+            running[name].wait()
+            running[name] = processes[name]()
+        wait_for(lambda: here() >= bytes_of(nodes), log.read_text())
+        wait_for(lambda: (joined / "run" / ".daemon" / "journal.sqlite").exists() and len(decisions(joined / "run")) >= 200)
+        for name in (*(path.name for path in nodes), "join"):
+            running[name].send_signal(signal.SIGTERM)
+            assert running[name].wait(60) == 0, log.read_text()
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    judge_run(joined / "run", CONFIG, is_over=True)
+
+    assert_same(run.directory, joined / "run")
