@@ -2,11 +2,11 @@
 
     python benchmarks/history_scale.py [--steps 1000000] [--tensors 1000] [--asks 30] [--keep DIR] [--out FILE]
 
-Two histories. `few`: all records of all steps of ten tensors, each through the daemon's writer. `many`: of a thousand tensors
-the newest steps in that way, of older ones the buckets drawn at random (`long_history.py` says what is made how).
+Two histories. `few`: all records of all steps of ten tensors, each through the daemon's writer. `many`: of a thousand
+tensors the newest steps in that way, of older ones the buckets drawn at random (`long_history.py` says what is made how).
 SQLite answers from a table with the same rows, its primary key (tensor, step), and, as other tools keep it, from a table of
-every step. The spool answers by `sentinel export`, for so few steps that it has them. Cold: a process of its own, from before
-the import to the answer; the files are in the page cache.
+every step. The spool answers by `sentinel export`, for so few steps that it has them. Cold: a process of its own, from
+before the import to the answer; the files are in the page cache. Processor time is that of all threads of the asking process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
+import msgspec
 import numpy as np
 import pyarrow
 
@@ -49,8 +50,6 @@ FEW = 10
 """Tensors of the history whose every record went through the writer."""
 NAME = "layers.7.weight"
 COLD_ASKS = 10
-PICTURE_COLUMNS = 400
-"""Columns of the picture of a thousand rows: as many as the page asks for and a heat map may have cells."""
 
 
 class Figure(NamedTuple):
@@ -59,33 +58,39 @@ class Figure(NamedTuple):
     what: str
     p50_ms: float
     p95_ms: float
+    processor_ms: float
+    """The median."""
     asked: str = ""
 
 
 def timed(what: str, num: int, ask: Callable[[], object], asked: str = "") -> Figure:
     """Return how long a question takes, asked several times."""
-    took = []
+    took, spent = [], []
     for _ in range(num):
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), time.process_time()
         ask()
         took.append(1e3 * (time.perf_counter() - begun))
-    return _figure(what, took, asked)
+        spent.append(1e3 * (time.process_time() - before))
+    return _figure(what, took, spent, asked)
 
 
 def cold(what: str, code: str, asked: str = "") -> Figure:
     """Return how long a question takes in processes of its own: from before the imports to the answer."""
-    took = []
+    took, spent = [], []
     for _ in range(COLD_ASKS):
         said = subprocess.run(
-            [sys.executable, "-c", f"import time; t = time.perf_counter(); {code}; print(time.perf_counter() - t)"],
+            [sys.executable, "-c", f"import time; t = time.perf_counter(); {code}; "
+             "print(time.perf_counter() - t, time.process_time())"],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
-        took.append(1e3 * float(said.stdout.split()[-1]))
-    return _figure(what, took, asked)
+        wall, processor = said.stdout.split()[-2:]
+        took.append(1e3 * float(wall))
+        spent.append(1e3 * float(processor))
+    return _figure(what, took, spent, asked)
 
 
-def _figure(what: str, took: list[float], asked: str) -> Figure:
-    return Figure(what, float(np.percentile(took, 50)), float(np.percentile(took, 95)), asked)
+def _figure(what: str, took: list[float], spent: list[float], asked: str) -> Figure:
+    return Figure(what, float(np.percentile(took, 50)), float(np.percentile(took, 95)), float(np.median(spent)), asked)
 
 
 def history_figures(many: Path, few: Path, num: int, tensors: int) -> Iterator[Figure]:
@@ -97,27 +102,30 @@ def history_figures(many: Path, few: Path, num: int, tensors: int) -> Iterator[F
     yield cold("the same, cold process", series)
     middle = read_manifest(many / FOLDER).full_from // 2
     for steps in ((middle, middle + 200_000), (middle, middle + 20_000)):
-        yield timed(
-            f"one series, {steps[1] - steps[0]:,} steps", num, lambda s=steps: opened.series(NAME, statistic, steps=s)
-        )
+        what = f"one series, {steps[1] - steps[0]:,} steps"
+        yield timed(what, num, lambda span=steps: opened.series(NAME, statistic, steps=span))
     for derived in ("norm", "rms"):
-        yield timed(f"one series of `{derived}`, all steps", num, lambda d=derived: opened.series(NAME, d))
-    wanted = f"Wanted(kind='wgrad', statistic={statistic!r}, cells=400000)"
+        yield timed(f"one series of `{derived}`, all steps", num, lambda of=derived: opened.series(NAME, of))
     layers = (
-        "from pathlib import Path; from sentinel.history.pictures import picture_of; "
-        f"from sentinel.history.wanted import Wanted; picture_of('run', Path({str(many)!r}), {wanted})"
+        "from pathlib import Path; from sentinel.history.pictures import picture_of; from sentinel.history.wanted import Wanted; "
+        f"picture_of('run', Path({str(many)!r}), Wanted(kind='wgrad', statistic={statistic!r}))"
     )
-    picture = f"layers x steps, {tensors:,} tensors, all steps"
-    yield timed(f"{picture}", num, lambda: picture_of("run", many, eval(wanted, {"Wanted": Wanted})), "< 500")
+    wanted = Wanted(kind="wgrad", statistic=statistic)
+    yield timed(f"layers x steps, {tensors:,} tensors, all steps", num, lambda: picture_of("run", many, wanted), "< 500")
     yield cold("the same, cold process", layers)
-    queries, request = HistoryQueries(), HistoryRequest.parse([("run", "many"), ("kind", "wgrad"), ("statistic", statistic)])
-    yield timed("the same as the page asks it, with its JSON", num, lambda: queries.heatmap(many, request), "< 500")
-    narrow = HistoryRequest.parse(
-        [*[("run", "many"), ("kind", "wgrad")], ("from", str(middle)), ("to", str(middle + 100_000))]
-    )
-    yield timed("the same of 100,000 steps", num, lambda: queries.heatmap(many, narrow), "< 500")
+    queries = HistoryQueries()
+    for what, first, last in (
+        ("all steps", 0, 2**62),
+        ("100,000 steps", middle, middle + 99_999),
+        ("10,000 old steps", middle, middle + 9_999),
+        ("the newest 1,000 steps", read_manifest(many / FOLDER).decision - 1000, 2**62),
+    ):
+        request = HistoryRequest.parse([("run", "many"), ("kind", "wgrad"), ("from", str(first)), ("to", str(last))])
+        yield timed(f"the same as the page asks it, {what}", num, lambda it=request: queries.heatmap(many, it), "< 500")
     scalar = HistoryRequest.parse([("run", "many"), ("name", "loss"), ("name", "grad_norm")])
     yield timed("the page's plots of two scalars, all steps", num, lambda: queries.series(many, scalar))
+    times = HistoryRequest.parse([("run", "many"), ("kind", "steps")])
+    yield timed("the page's plot of the time of a step, all steps", num, lambda: queries.series(many, times))
     yield timed("the page's list of what there is", num, lambda: queries.held(many, scalar))
 
 
@@ -181,17 +189,11 @@ def seen(many: Path, history: LongHistory) -> Iterator[str]:
         for span in (history.num_steps, 200_000, 20_000, 2_000, 100):
             first = max(0, step - span // 3)
             for columns in (1, 100, 1000):
-                wanted = Wanted(
-                    kind="wgrad",
-                    statistic="std",
-                    series=(number,),
-                    first_step=first,
-                    last_step=first + span,
-                    columns=columns,
-                )
-                shown = picture_of("run", many, wanted)
+                of = Wanted(kind="wgrad", statistic="std", series=(number,), first_step=first, last_step=first + span)
+                shown = picture_of("run", many, msgspec.structs.replace(of, columns=columns))
                 met.append(np.nanmax(shown.greatest) >= 49.0 if number == 2 else shown.nans.sum() == 7)
-        yield f"{what} of one step ({step:,}) is seen in {sum(met)} of {len(met)} pictures, of 100 to all steps in 1 to 1,000 columns"
+        pictures = f"{len(met)} pictures, of 100 to all steps in 1 to 1,000 columns"
+        yield f"{what} of one step ({step:,}) is seen in {sum(met)} of {pictures}"
 
 
 @contextlib.contextmanager
@@ -226,11 +228,9 @@ def main() -> None:
                 shutil.rmtree(run, ignore_errors=True)
                 run.mkdir(mode=0o700)
                 write()
-        lines: list[str] = []
-        with open(options.out, "w") if options.out else contextlib.nullcontext() as out:
+        with options.out.open("w") if options.out else contextlib.nullcontext() as out:
 
             def say(line: str = "") -> None:
-                lines.append(line)
                 print(line, flush=True)
                 if out is not None:
                     print(line, file=out, flush=True)
@@ -253,11 +253,12 @@ def _measure(options: Any, many: Path, few: Path, history: LongHistory, say: Cal
             total += size
             say(f"| {name} | {table} | {files} | {rows:,} | {size / 1e6:.1f} | {size / max(1, rows):.1f} | |")
         say(f"| {name} | all | | | {total / 1e6:.0f} | | {total / options.steps / tensors:.2f} |")
+    newest = f"{options.steps - history.first_full:,}"
     say(
-        f"\nOf `few` every record went through the writer; of `many` those of the newest {options.steps - history.first_full:,} "
-        "steps, older ones were drawn as buckets of 16 and written by the same functions.\n"
+        f"\nOf `few` every record went through the writer; of `many` those of the newest {newest} steps, older ones were drawn "
+        "as buckets of 16 and written by the same functions.\n"
     )
-    say(f"| question, {options.asks} times | ms, p50 | p95 | asked |\n|---|---|---|---|")
+    say(f"| question, {options.asks} times | ms, p50 | p95 | processor, ms, p50 | asked |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="history-beside-") as made:
         for figures in (
             history_figures(many, few, options.asks, options.tensors),
@@ -265,7 +266,7 @@ def _measure(options: Any, many: Path, few: Path, history: LongHistory, say: Cal
             spool_figures(Path(made), options.tensors, options.spool_steps),
         ):
             for one in figures:
-                say(f"| {one.what} | {one.p50_ms:.0f} | {one.p95_ms:.0f} | {one.asked} |")
+                say(f"| {one.what} | {one.p50_ms:.0f} | {one.p95_ms:.0f} | {one.processor_ms:.0f} | {one.asked} |")
     say("")
     for line in seen(many, history):
         say(line + ".")

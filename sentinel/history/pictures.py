@@ -65,8 +65,9 @@ OF_BUCKETS: Mapping[str, tuple[str, str, str, str]] = {
         "greatest(max_last, -min_last)",
     ),
 }
-"""Statistic -> least, greatest, mean and last of a bucket in SQL, beside `w.size` elements of a tensor. Of what is made of kept ones the least and the greatest
-are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above the greatest step."""
+"""Statistic -> least, greatest, mean and last of a bucket in SQL; `w.size` are the elements of the tensor. Of what is made of
+kept ones the least and the greatest are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above
+the greatest step."""
 
 
 class PictureRow(msgspec.Struct, frozen=True, kw_only=True):
