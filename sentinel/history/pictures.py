@@ -65,8 +65,8 @@ OF_BUCKETS: Mapping[str, tuple[str, str, str, str]] = {
         "greatest(max_last, -min_last)",
     ),
 }
-"""Statistic -> least, greatest, mean and last of a bucket in SQL; `w.size` are the elements of the tensor. Of what is made of
-kept ones the least and the greatest are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above
+"""Statistic -> least, greatest, mean and last of a bucket in SQL; `w.size`: elements of the tensor. Of what is made of kept
+ones the least and the greatest are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above
 the greatest step."""
 
 
