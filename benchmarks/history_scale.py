@@ -102,7 +102,8 @@ def history_figures(many: Path, few: Path, num: int, tensors: int) -> Iterator[F
     yield timed("one series, all steps", num, lambda: opened.series(NAME, statistic), "p95 < 150")
     yield cold("the same, cold process", series)
     yield timed("the same of `few`", num, lambda: sentinel.open(few).series(NAME, statistic), "p95 < 150")
-    middle = read_manifest(many / FOLDER).full_from // 2
+    manifest = read_manifest(many / FOLDER)
+    middle, newest = manifest.full_from // 2, manifest.decision - 1
     for steps in ((middle, middle + 200_000), (middle, middle + 20_000)):
         what = f"one series, {steps[1] - steps[0]:,} steps"
         yield timed(what, num, lambda span=steps: opened.series(NAME, statistic, steps=span))
@@ -118,10 +119,10 @@ def history_figures(many: Path, few: Path, num: int, tensors: int) -> Iterator[F
     yield cold("the same, cold process", layers)
     queries = HistoryQueries()
     for what, first, last in (
-        ("all steps", 0, 2**62),
+        ("all steps", 0, newest),
         ("100,000 steps", middle, middle + 99_999),
         ("10,000 old steps", middle, middle + 9_999),
-        ("the newest 1,000 steps", read_manifest(many / FOLDER).decision - 1000, 2**62),
+        ("the newest 1,000 steps", newest - 999, newest),
     ):
         request = HistoryRequest.parse([("run", "many"), ("kind", "wgrad"), ("from", str(first)), ("to", str(last))])
         yield timed(f"the same as the page asks it, {what}", num, lambda it=request: queries.heatmap(many, it), "< 500")
