@@ -1,34 +1,33 @@
 """What a history costs: the judge beside it, bytes a record, and how long questions take, beside the spool.
 
-    python benchmarks/history.py [--tensors 1000] [--steps 2000] [--query-steps 100000]
+    python benchmarks/history.py [--tensors 1000] [--steps 100000] [--judged-steps 400] [--rounds 5]
 
 Judging: a synthetic run is judged twice by turns, with `history.enabled` and without, from its spool to the end; seconds of
-the thread that judges, and by the clock. Questions: of moments that nobody trained, written at full rate.
+the thread that judges, and by the clock. Questions: of moments that nobody trained, written at full rate; those of a million
+steps: `history_scale.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parent))
+
+from long_history import write_single_steps
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.history_api import HistoryQueries, HistoryRequest
 from sentinel.daemon.serving import ServedRun
-from sentinel.exports.series import MergedStep
 from sentinel.history.config import HistoryConfig
 from sentinel.history.manifest import read_manifest
 from sentinel.history.questions import asking
-from sentinel.history.writer import HistoryWriter
 from sentinel.judge.packs import RulePacks
-from sentinel.moments import EMPTY
-from sentinel.step_view import LogicalTensor
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import SyntheticRun
 
@@ -50,50 +49,13 @@ def judged_s(run_dir: Path, *, is_enabled: bool) -> tuple[float, float]:
     return took
 
 
-class FlatLayout:
-    """`num` weight gradients, whole on one rank."""
-
-    def __init__(self, num: int) -> None:
-        self.tensors = [
-            LogicalTensor(
-                index=at, name=f"layers.{at}.weight", kind="wgrad", key=str(at), depth=at, site_pos=at, pp_stage=0,
-                vpp_stage=0, ranks=(0,), num_elements=10**6, dtype="bfloat16",
-            )
-            for at in range(num)
-        ]  # fmt: skip
-
-
-def steps_of(num_tensors: int, num_made: int) -> list[MergedStep]:
-    """Return steps whose statistics scatter as those of training do: 5 to 20 % from step to step."""
-    layout, rng, made = FlatLayout(num_tensors), np.random.default_rng(0), []
-    for seq in range(1, num_made + 1):
-        stats = np.full(num_tensors, EMPTY)
-        size = 0.02 * np.exp(0.1 * rng.standard_normal(num_tensors))
-        stats["count"], stats["m2"] = 10**6, 10**6 * size**2
-        stats["mean"] = 1e-4 * rng.standard_normal(num_tensors)
-        stats["m3"], stats["m4"] = (
-            1e5 * size**3 * rng.standard_normal(num_tensors),
-            3e6 * size**4 * np.exp(rng.random(num_tensors)),
-        )
-        stats["min"], stats["max"] = -5 * size * (1 + rng.random(num_tensors)), 5 * size * (1 + rng.random(num_tensors))
-        index = np.arange(num_tensors, dtype=np.int32)
-        made.append(
-            MergedStep(seq, 0, seq - 1, 1.7e9 + seq, False, layout, index, stats, None, {"loss": 2.0 + rng.random()})
-        )
-    return made
-
-
 def written(run_dir: Path, num_tensors: int, num_steps: int) -> tuple[float, float]:
     """Write a long run at full rate; return (records/s, bytes a record at full rate)."""
-    made = steps_of(num_tensors, min(num_steps, 500))
-    one = HistoryWriter(run_dir / "history", HistoryConfig(enabled=True, flush_s=1.0), after=0)
     begun = time.monotonic()
-    for seq in range(1, num_steps + 1):
-        one.take(dataclasses.replace(made[seq % len(made)], seq=seq, step=seq - 1))
-    one.close()
+    write_single_steps(run_dir, num_tensors, num_steps, HistoryConfig(enabled=True, full_steps=0, flush_s=1.0))
     took = time.monotonic() - begun
     moments = read_manifest(run_dir / "history").of("moments")
-    return num_steps * (num_tensors + 1) / took, sum(one.bytes for one in moments) / sum(one.rows for one in moments)
+    return num_steps * (num_tensors + 2) / took, sum(one.bytes for one in moments) / sum(one.rows for one in moments)
 
 
 def asked_ms(run_dir: Path, query: str, num: int = 20) -> tuple[float, float]:

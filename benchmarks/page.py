@@ -1,16 +1,19 @@
 """How fast the page is over large runs, and what a tab takes while a run goes on: in the Chromium of the system.
 
     python benchmarks/page.py [--ranks 2048] [--series 10000] [--incidents 500] [--clicks 60] [--minutes 60]
+    python benchmarks/page.py --long-steps 1000000 [--long-tensors 1000] [--keep DIR]
 
 First useful paint: from the navigation to the first paint in which a view shows what it is for, median of `--loads`. Clicks:
 from the input event to the frame that was painted behind it (`event timing`, in steps of 8 ms), of every kind of control.
 Memory: of a tab that shows a run which takes a step every `--step-s` seconds, its heap and its nodes after a collection of
-garbage, at the beginning, on the way and at the end; 0 minutes: not measured.
+garbage, at the beginning, on the way and at the end; 0 minutes: not measured. `--long-steps`: instead of all that, the views
+of one run whose history has so many steps (`long_history.py`); `--keep`: where `history_scale.py` kept it, or it is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import shutil
 import sys
@@ -23,12 +26,15 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
+from long_history import LongHistory
 from page_answers import asked, served, until
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
+from sentinel.history.config import FOLDER
 from tests.support.large_run import write_deep_run, write_wide_run
-from tests.support.serving import small_run
+from tests.support.serving import judge_run, small_run
 
 VIEWS: Sequence[tuple[str, str, str]] = (
     ("all runs", "/", "table.runs tbody tr"),
@@ -39,6 +45,13 @@ VIEWS: Sequence[tuple[str, str, str]] = (
     ("search", "/#/search?q=attn", "ul.tensors li"),
 )
 """Name, address, and what is there once the view shows what it is for."""
+LONG_VIEWS: Sequence[tuple[str, str, str]] = (
+    ("all runs", "/", "table.runs tbody tr"),
+    ("one run, its name and health", "/#/runs/many", "dl.facts dd"),
+    ("one run, its first plot", "/#/runs/many", "figure.plot canvas"),
+    ("layers x steps", "/#/runs/many/layers?kind=wgrad", ".heat canvas"),
+    ("layers x steps, 10,000 old steps", "/#/runs/many/layers?kind=wgrad&from={first}&to={last}", ".heat canvas"),
+)
 WATCH = """() => {
   globalThis.took = [];
   new PerformanceObserver((list) => {
@@ -57,6 +70,36 @@ def paint_ms(browser: Browser, address: str, path: str, wanted: str) -> float:
     took = float(page.evaluate(PAINTED))
     context.close()
     return took
+
+
+def long_paints(player: Playwright, chromium: str, runs: Path, options: argparse.Namespace) -> None:
+    """Print how long the views of a run of very many steps take."""
+    steps, tensors = options.long_steps, options.long_tensors
+    run = runs / "many"
+    small_run(run, micro_steps=1).write(5)
+    judge_run(run, is_over=True)
+    kept = options.keep / "many" / FOLDER if options.keep else None
+    if kept is None or not kept.exists():
+        made = LongHistory(kept.parent if kept else run, tensors, steps)
+        made.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made.write()
+    if kept is not None:
+        # The files are never changed, only the manifest is replaced: what was kept stays as it is.
+        shutil.copytree(
+            kept, run / FOLDER, copy_function=os.link if kept.stat().st_dev == run.stat().st_dev else shutil.copy2
+        )
+    run.chmod(0o700)
+    browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    load = "/".join(f"{one:.1f}" for one in os.getloadavg())
+    print(f"a run of {steps:,} steps x {tensors:,} tensors; Chromium {browser.version}, load {load}\n")
+    print("| first useful paint of | ms, median | longest |\n|---|---|---|")
+    with served(runs) as address:
+        until(lambda: asked(address, "history?run=many")["last_step"] == steps - 1)
+        for name, path, wanted in LONG_VIEWS:
+            where = path.format(first=steps // 2, last=steps // 2 + 9_999)
+            took = [paint_ms(browser, address, where, wanted) for _ in range(options.loads)]
+            print(f"| {name} | {median(took):.0f} | {max(took):.0f} |", flush=True)
+    browser.close()
 
 
 def clicks_ms(browser: Browser, address: str, incident: str, num: int) -> dict[str, list[float]]:
@@ -123,13 +166,19 @@ def main() -> None:
     parser.add_argument("--clicks", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--step-s", type=float, default=0.2)
+    parser.add_argument("--long-steps", type=int, default=0, help="Measure a run whose history has so many. 0: the others.")
+    parser.add_argument("--long-tensors", type=int, default=1000)
+    parser.add_argument("--keep", type=Path, help="Where the long history is kept.")
     options = parser.parse_args()
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("chromium is not installed: apt-get install chromium")
-    with tempfile.TemporaryDirectory() as directory, sync_playwright() as player:
+    with tempfile.TemporaryDirectory(dir=options.keep) as directory, sync_playwright() as player:
         runs = Path(directory)
         runs.chmod(0o700)
+        if options.long_steps:
+            long_paints(player, chromium, runs, options)
+            return
         write_wide_run(runs / "wide", num_ranks=options.ranks, num_scalars=options.series, num_incidents=options.incidents)
         write_deep_run(runs / "deep", num_tensors=options.series)
         live = small_run(runs / "live", micro_steps=2)

@@ -72,6 +72,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the files of a table, oldest first."""
         return tuple(one for one in self.files if one.table == table)
 
+    def between(self, first: int, last: int) -> Manifest:
+        """Return it without the files that have steps, and none from `first` to `last`."""
+        return msgspec.structs.replace(
+            self,
+            files=tuple(
+                one
+                for one in self.files
+                if one.last_step < one.first_step or (one.first_step <= last and first <= one.last_step)
+            ),
+        )
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the files that it names."""

@@ -20,6 +20,7 @@ from sentinel.history.manifest import MANIFEST, read_manifest
 from sentinel.history.plots import plot_anomalies, plot_histogram, plot_incidents, plot_series
 from sentinel.history.questions import answered, asking
 from sentinel.history.series_question import BOUNDS, MOST_STEPS, SeriesQuestion
+from sentinel.history.sql_views import Span
 from sentinel.history.table_schemas import WIDTHS
 from sentinel.history.trace_question import TraceQuestion, TraceTable
 from sentinel.known_words import nearest
@@ -71,7 +72,7 @@ class OpenedRuns:
         it is one step; null where none was finite. `nans` and `infs` count elements, `bad_steps` the steps that had any.
         """
         question = SeriesQuestion(name=name, statistic=statistic, kind=kind, steps=_span("series", steps), points=points)
-        with self._asking() as connection:
+        with self._asking(question.span) as connection:
             # Read behind the manifest that the questions see: an attempt begins at most earlier there.
             attempts = {run: read_manifest(path / FOLDER).attempts for run, path in self.directories.items()}
             rows = series_question.answer(question, connection, attempts)
@@ -166,7 +167,7 @@ class OpenedRuns:
         return run_summary.as_html(self.directories)
 
     @contextmanager
-    def _asking(self) -> Iterator[duckdb.DuckDBPyConnection]:
+    def _asking(self, span: Span | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
         for directory in self.directories.values():
             if not (directory / FOLDER / MANIFEST).is_file():
                 raise StoreError(
@@ -174,7 +175,7 @@ class OpenedRuns:
                     "it where its configuration says history: {enabled: true}. Without it anomalies(), incidents(), "
                     "histogram(...) and traces(...) work, and sentinel export reads the spool"
                 )
-        with asking(self.directories) as connection:
+        with asking(self.directories, span=span) as connection:
             yield connection
 
     def _listed(self, what: str, query: str, glob: str, kind: str | None) -> AnswerTable:

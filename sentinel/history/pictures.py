@@ -24,6 +24,7 @@ from sentinel.exports.series import SCALAR, VALUE
 from sentinel.history.config import FOLDER
 from sentinel.history.manifest import Manifest, read_manifest
 from sentinel.history.questions import asking
+from sentinel.history.sql_views import Span
 from sentinel.history.table_schemas import STATISTICS, WIDTHS
 from sentinel.history.wanted import ELAPSED, SECONDS, STEPS, Wanted
 from sentinel.known_words import nearest
@@ -52,10 +53,10 @@ OF_BUCKETS: Mapping[str, tuple[str, str, str, str]] = {
     **{name: (least, greatest, mean, last) for name, (least, greatest, mean, last) in _AS_KEPT.items()},
     "rms": _RMS,
     "norm": (
-        f"{_RMS[0]} * sqrt(num_elements)",
-        f"{_RMS[1]} * sqrt(num_elements)",
+        f"{_RMS[0]} * sqrt(w.size)",
+        f"{_RMS[1]} * sqrt(w.size)",
         _RMS[2],
-        f"{_RMS[3]} * sqrt(num_elements)",
+        f"{_RMS[3]} * sqrt(w.size)",
     ),
     "absmax": (
         "greatest(0, max_min, -min_max)",
@@ -64,8 +65,9 @@ OF_BUCKETS: Mapping[str, tuple[str, str, str, str]] = {
         "greatest(max_last, -min_last)",
     ),
 }
-"""Statistic -> least, greatest, mean and last of a bucket in SQL. Of what is made of kept ones the least and the greatest
-are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above the greatest step."""
+"""Statistic -> least, greatest, mean and last of a bucket in SQL; `w.size`: elements of the tensor. Of what is made of kept
+ones the least and the greatest are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above
+the greatest step."""
 
 
 class PictureRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,26 +138,32 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
     manifest = read_manifest(run_dir / FOLDER)
     first, last = extent_of(manifest)
     first, last = max(first, wanted.first_step), min(last, wanted.last_step)
-    with asked_in_time({run: run_dir}) as connection:
-        if wanted.kind == STEPS:
+    if wanted.kind == STEPS:
+        with asked_in_time({run: run_dir}) as connection:
             return _step_times(connection, wanted.statistic, first, last, wanted.columns)
+    # Columns may begin before the first step that is wanted, by less than the widest bucket.
+    span = first // WIDTHS[-1] * WIDTHS[-1], max(first, last)
+    with asked_in_time({run: run_dir}, span, as_parts=True) as connection:
         series = _series(connection, wanted)
         group = -(-len(series) // wanted.rows)
         rows = tuple(_row(series[at : at + group]) for at in range(0, len(series), group))
         most = max(1, min(wanted.columns, wanted.cells // len(rows)))
         table, first, width = _columns(manifest, len(series), first, last, most)
         num_columns = max(0, last - first + width) // width
-        series_rows = pa.table({"series": [one[0] for one in series], "row": [at // group for at in range(len(series))]})
-        connection.register("wanted", series_rows)
-        cells = connection.execute(_select(wanted, table, first, last, width)).fetchnumpy()
+        numbers = [one[0] for one in series]
+        about = {"series": numbers, "row": [at // group for at in range(len(series))], "size": [one[-1] for one in series]}
+        connection.register("wanted", pa.table(about))
+        cells = connection.execute(_select(wanted, numbers, table, first, last, width)).fetchnumpy()
     return _placed(rows, num_columns, first, last, width, cells)
 
 
 @contextlib.contextmanager
-def asked_in_time(runs: Mapping[str, Path]) -> Iterator[duckdb.DuckDBPyConnection]:
+def asked_in_time(
+    runs: Mapping[str, Path], span: Span | None = None, *, as_parts: bool = False
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection that takes one core, and is interrupted when its time is over. ConfigError where it is, or where
-    the history cannot be asked. runs: name -> directory."""
-    with asking(runs, num_threads=1) as connection:
+    the history cannot be asked. The rest is as of `asking`."""
+    with asking(runs, num_threads=1, span=span, as_parts=as_parts) as connection:
         import duckdb
 
         bell = threading.Timer(ANSWER_S, connection.interrupt)
@@ -172,9 +180,10 @@ def asked_in_time(runs: Mapping[str, Path]) -> Iterator[duckdb.DuckDBPyConnectio
 
 
 def _series(connection: duckdb.DuckDBPyConnection, wanted: Wanted) -> list[tuple[Any, ...]]:
-    """Return (series, name, place, pp_stage, depth) of what is wanted, in the order of the model's forward."""
+    """Return (series, name, place, pp_stage, depth, num_elements) of what is wanted, in the order of the model's forward."""
     found = connection.execute(
-        "SELECT series, name, place, pp_stage, depth FROM series WHERE kind = ? ORDER BY depth, site_pos, name, place",
+        "SELECT series, name, place, pp_stage, depth, num_elements FROM series WHERE kind = ? "
+        "ORDER BY depth, site_pos, name, place",
         [wanted.kind],
     ).fetchall()
     if not found:
@@ -192,7 +201,7 @@ def _series(connection: duckdb.DuckDBPyConnection, wanted: Wanted) -> list[tuple
 
 
 def _row(series: Sequence[tuple[Any, ...]]) -> PictureRow:
-    number, name, place, pp_stage, depth = series[0]
+    number, name, place, pp_stage, depth, _ = series[0]
     return PictureRow(series=number, name=name[:MOST_NAME], place=place, pp_stage=pp_stage, depth=depth, num=len(series))
 
 
@@ -222,7 +231,7 @@ def begin_of(manifest: Manifest, width: int) -> int:
     return min((one.first_step for one in (*manifest.of(f"moments_{width}"), *young)), default=0)
 
 
-def _select(wanted: Wanted, table: int, first: int, last: int, width: int) -> str:
+def _select(wanted: Wanted, series: Sequence[int], table: int, first: int, last: int, width: int) -> str:
     if table == 1:
         is_scalar = wanted.kind == SCALAR
         view, value = ("scalars", "value") if is_scalar else ("moments", f"m.{wanted.statistic}")
@@ -237,8 +246,9 @@ def _select(wanted: Wanted, table: int, first: int, last: int, width: int) -> st
         f"sum({mean} * {num}) / sum(CASE WHEN {mean} IS NULL THEN 0 ELSE {num} END) AS mean, "
         f"arg_max({last_value}, {newest}) AS last, sum(m.nans) AS nans, sum(m.infs) AS infs, sum({num}) AS steps "
         f"FROM {view} m JOIN wanted w ON m.series = w.series "
-        "WHERE m.series BETWEEN (SELECT min(series) FROM wanted) AND (SELECT max(series) FROM wanted) "
-        f"AND m.step BETWEEN {first} AND {last} GROUP BY 1, 2"
+        # As numbers, and not only by the join: by them parts of files are skipped that have none of these.
+        f"WHERE m.series BETWEEN {min(series)} AND {max(series)} "
+        f"AND m.step BETWEEN {first} AND {last // table * table + table - 1} GROUP BY 1, 2"
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sentinel.errors import ConfigError, StoreError
 from sentinel.history.config import FOLDER
 from sentinel.history.manifest import read_manifest
-from sentinel.history.sql_views import quoted, views_of
+from sentinel.history.sql_views import Span, quoted, views_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def asking(runs: Mapping[str, Path], *, num_threads: int = 0) -> Iterator[duckdb.DuckDBPyConnection]:
+def asking(
+    runs: Mapping[str, Path], *, num_threads: int = 0, span: Span | None = None, as_parts: bool = False
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection that answers questions about some runs: name -> directory.
 
     It reads the files that their manifests name, and no other; it reaches no network and writes nothing. ConfigError where
     DuckDB is not installed, StoreError for a run without a history. num_threads: that compute an answer; 0: as many as
-    there are cores.
+    there are cores. span: first and last step that will be asked for; None: all. A bucket that reaches into it is whole.
+    as_parts: buckets are shown as the rows that they are made of (`views_of`).
     """
     try:
         import duckdb
@@ -32,13 +35,13 @@ def asking(runs: Mapping[str, Path], *, num_threads: int = 0) -> Iterator[duckdb
     config: dict[str, Any] = {"autoinstall_known_extensions": "false", "TimeZone": "UTC"}
     connection = duckdb.connect(":memory:", config=config | ({"threads": num_threads} if num_threads else {}))
     try:
-        _prepare(connection, runs)
+        _prepare(connection, runs, span, as_parts=as_parts)
         yield connection
     finally:
         connection.close()
 
 
-def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path]) -> None:
+def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path], span: Span | None, *, as_parts: bool) -> None:
     selects: dict[str, list[str]] = {}
     allowed: list[str] = []
     for name, run_dir in runs.items():
@@ -50,7 +53,7 @@ def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path]) ->
                 "configuration says history.enabled; sentinel export reads the spool"
             )
         allowed += [str(folder / one) for one in (manifest.series, *(one.name for one in manifest.files)) if one]
-        for view, select in views_of(name, folder, manifest).items():
+        for view, select in views_of(name, folder, manifest, span, as_parts=as_parts).items():
             selects.setdefault(view, []).append(select)
     connection.execute(f"SET allowed_paths=[{', '.join(map(quoted, allowed))}]")
     connection.execute("SET enable_external_access=false")

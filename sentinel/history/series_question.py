@@ -12,7 +12,7 @@ import pyarrow as pa
 from sentinel.aggregate import matches, nearest_names
 from sentinel.errors import ConfigError
 from sentinel.history.questions import answered
-from sentinel.history.sql_views import DERIVED, quoted
+from sentinel.history.sql_views import DERIVED, Span, quoted
 from sentinel.history.table_schemas import STATISTICS, WIDTHS
 from sentinel.known_words import nearest
 
@@ -107,6 +107,12 @@ class SeriesQuestion(msgspec.Struct, frozen=True, kw_only=True):
     def last(self) -> int:
         """Last step that is wanted."""
         return LAST if self.steps[1] is None else self.steps[1]
+
+    @property
+    def span(self) -> Span:
+        """First and last step that are read: as far as the widest buckets reach that stand for any of the steps, for it is
+        asked whether narrower ones hold all of each."""
+        return self.first // WIDTHS[-1] * WIDTHS[-1], (self.last // WIDTHS[-1] + 1) * WIDTHS[-1] - 1
 
 
 def meant(question: SeriesQuestion, connection: duckdb.DuckDBPyConnection) -> list[Meant]:
@@ -290,6 +296,5 @@ def _steps(question: SeriesQuestion, run: str, ids: Mapping[int, Meant], statist
 
 
 def _where(question: SeriesQuestion, run: str, ids: Iterable[int | str], column: str = "series") -> str:
-    # As far as the widest buckets reach that stand for any of the steps: it is asked whether narrower ones hold all of each.
-    first, last = question.first // WIDTHS[-1] * WIDTHS[-1], (question.last // WIDTHS[-1] + 1) * WIDTHS[-1] - 1
+    first, last = question.span
     return f"run = {quoted(run)} AND {column} IN ({', '.join(map(str, ids))}) AND step BETWEEN {first} AND {last}"

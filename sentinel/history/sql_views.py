@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from sentinel.history.manifest import HistoryFile, Manifest
 from sentinel.history.table_schemas import FOUND, SCHEMAS, STATISTICS, WIDTHS
@@ -17,6 +18,8 @@ DERIVED = {
     "absmax": "greatest(abs(min), abs(max))",
 }
 """Statistics that follow from those that are kept."""
+Span: TypeAlias = tuple[int, int]
+"""First and last step, both included."""
 
 
 def quoted(text: str) -> str:
@@ -24,8 +27,16 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Return view -> SELECT, of one run."""
+def views_of(
+    run: str, folder: Path, manifest: Manifest, span: Span | None = None, *, as_parts: bool = False
+) -> dict[str, str]:
+    """Return view -> SELECT, of one run.
+
+    span: steps that will be asked for; None: all. Rows of other steps may lack, but of no bucket that has one of them.
+    as_parts: of a bucket the rows as they lie, one or several, each with its own step, and without what is known of the
+    series: for who puts them together in wider columns anyway.
+    """
+    whole, manifest = manifest, manifest if span is None else manifest.between(*span)
     name = f"{quoted(run)} AS run"
     series = _rows(folder, "series", [manifest.series] if manifest.series else [])
     about = ", ".join(f"s.{one}" for one in ABOUT)
@@ -51,7 +62,11 @@ def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
     for table in FOUND:
         views[table] = f"SELECT {name}, * FROM {_table(folder, table, manifest.of(table))}"
     for width in WIDTHS:
-        buckets = _buckets(folder, manifest, width)
+        parts = _parts(folder, whole, width, span)
+        if as_parts:
+            views[f"moments_{width}"] = f"SELECT {name}, * FROM ({parts})"
+            continue
+        buckets = _merged(parts, width)
         views[f"moments_{width}"] = (
             f"SELECT {name}, b.series, {about}, b.* EXCLUDE (series) FROM ({buckets}) b "
             f"JOIN {series} s ON s.series = b.series"
@@ -86,11 +101,15 @@ def _stands(manifest: Manifest) -> str:
     return "(" + " OR ".join(parts) + ")" if parts else "true"
 
 
-def _buckets(folder: Path, manifest: Manifest, width: int) -> str:
-    """Return the buckets of a width: of merged files as they are kept, of the newest ones made as they are read."""
-    young = [one for one in manifest.of("moments") if one.level == 0]
-    made = [f"SELECT * FROM {_table(folder, f'moments_{width}', manifest.of(f'moments_{width}'))} WHERE {_stands(manifest)}"]
-    if young:
+def _parts(folder: Path, manifest: Manifest, width: int, span: Span | None) -> str:
+    """Return the rows that buckets of a width are made of: of merged files their buckets, of the newest ones the steps."""
+    stands = _stands(manifest)
+    if span is not None:
+        # Here, where they reach the files: a condition on what is made of several rows does not.
+        first, last = span[0] // width * width, span[1] // width * width + width - 1
+        manifest, stands = manifest.between(first, last), f"{stands} AND step BETWEEN {first} AND {last}"
+    made = [f"SELECT * FROM {_table(folder, f'moments_{width}', manifest.of(f'moments_{width}'))} WHERE {stands}"]
+    if young := [one for one in manifest.of("moments") if one.level == 0]:
         single = ", ".join(
             f"(CASE WHEN {one} IS NULL THEN 0 ELSE 1 END)::BIGINT AS {one}_num, {one} AS {one}_min, {one} AS {one}_max, "
             f"{one} AS {one}_avg, {one} AS {one}_last"
@@ -99,8 +118,13 @@ def _buckets(folder: Path, manifest: Manifest, width: int) -> str:
         made.append(
             "SELECT series, attempt, step, step AS last_step, 1::BIGINT AS num_steps, nans, pos_infs + neg_infs AS infs, "
             f"(nans + pos_infs + neg_infs > 0)::BIGINT AS bad_steps, {single} "
-            f"FROM {_table(folder, 'moments', young)} WHERE {_stands(manifest)}"
+            f"FROM {_table(folder, 'moments', young)} WHERE {stands}"
         )
+    return " UNION ALL ".join(made)
+
+
+def _merged(parts: str, width: int) -> str:
+    """Return the buckets of a width: one row each."""
     merged = ", ".join(
         f"sum({one}_num)::BIGINT AS {one}_num, min({one}_min) AS {one}_min, max({one}_max) AS {one}_max, "
         f"sum({one}_avg * {one}_num) / nullif(sum({one}_num), 0) AS {one}_avg, "
@@ -111,5 +135,5 @@ def _buckets(folder: Path, manifest: Manifest, width: int) -> str:
     counts = ", ".join(whole.format(one) for one in ("num_steps", "nans", "infs", "bad_steps"))
     return (
         f"SELECT series, attempt, step // {width} * {width} AS step, max(last_step) AS last_step, {counts}, {merged} "
-        f"FROM ({' UNION ALL '.join(made)}) GROUP BY 1, 2, 3"
+        f"FROM ({parts}) GROUP BY 1, 2, 3"
     )

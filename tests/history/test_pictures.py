@@ -10,8 +10,11 @@ import pytest
 
 from sentinel.errors import ConfigError
 from sentinel.history import pictures
-from sentinel.history.manifest import HistoryFile, Manifest
+from sentinel.history.manifest import HistoryFile, Manifest, read_manifest
 from sentinel.history.pictures import OF_BUCKETS, asked_in_time, held, picture_of
+from sentinel.history.questions import asking
+from sentinel.history.sql_views import views_of
+from sentinel.history.table_schemas import WIDTHS
 from sentinel.history.wanted import Wanted
 
 from .test_writer import answer, write, writing
@@ -145,3 +148,29 @@ def test_an_answer_that_takes_too_long_is_given_up(run: Path, monkeypatch: pytes
 
     with pytest.raises(ConfigError, match=r"took more than 0\.05 s"), asked_in_time({"run": run}) as connection:
         connection.execute("SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b")
+
+
+@pytest.mark.parametrize("span", [(0, 15), (18, 20), (100, 199), (255, 256), (390, 10**6)])
+def test_a_question_about_some_steps_sees_all_of_each_of_their_buckets(run: Path, span: tuple[int, int]) -> None:
+    columns = "series, step, last_step, num_steps, nans, bad_steps, std_num, std_min, std_max, std_last"
+
+    with asking({"run": run}) as every, asking({"run": run}, span=span) as some:
+        for width in WIDTHS:
+            met = f"step BETWEEN {span[0] // width * width} AND {span[1]} ORDER BY series, step"
+            query = f"SELECT {columns} FROM moments_{width} WHERE {met}"
+            assert some.execute(query).fetchall() == every.execute(query).fetchall() != []
+        query = (
+            f"SELECT series, step, std, nans FROM moments WHERE step BETWEEN {span[0]} AND {span[1]} ORDER BY series, step"
+        )
+        assert some.execute(query).fetchall() == every.execute(query).fetchall() != []
+
+
+def test_a_question_about_some_steps_names_no_file_that_has_none_of_them(run: Path) -> None:
+    manifest = read_manifest(run / "history")
+    late = [one.name for table in ("moments", "moments_16") for one in manifest.of(table) if one.first_step > 31]
+    assert len(late) > 2
+
+    views = views_of("run", run / "history", manifest, (3, 20))
+
+    assert not [name for name in late if name in views["moments"] or name in views["moments_16"]]
+    assert manifest.series in views["series"]
