@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from sentinel.history.manifest import HistoryFile, Manifest
 from sentinel.history.table_schemas import FOUND, SCHEMAS, STATISTICS, WIDTHS
@@ -24,8 +23,8 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Return view -> SELECT, of one run."""
+def views_of(run: str, folder: str, manifest: Manifest) -> dict[str, str]:
+    """Return view -> SELECT, of one run. folder: what stands before the names of its files, without the slash."""
     name = f"{quoted(run)} AS run"
     series = _rows(folder, "series", [manifest.series] if manifest.series else [])
     about = ", ".join(f"s.{one}" for one in ABOUT)
@@ -59,14 +58,14 @@ def views_of(run: str, folder: Path, manifest: Manifest) -> dict[str, str]:
     return views
 
 
-def _rows(folder: Path, table: str, names: Sequence[str]) -> str:
+def _rows(folder: str, table: str, names: Sequence[str]) -> str:
     if not names:
         typed = ", ".join(f"NULL::{_type(str(field.type))} AS {field.name}" for field in SCHEMAS[table])
         return f"(SELECT {typed} WHERE false)"
-    return f"read_parquet([{', '.join(quoted(str(folder / one)) for one in names)}])"
+    return f"read_parquet([{', '.join(quoted(f'{folder}/{one}') for one in names)}])"
 
 
-def _table(folder: Path, table: str, files: Sequence[HistoryFile]) -> str:
+def _table(folder: str, table: str, files: Sequence[HistoryFile]) -> str:
     return _rows(folder, table, [one.name for one in files])
 
 
@@ -86,7 +85,7 @@ def _stands(manifest: Manifest) -> str:
     return "(" + " OR ".join(parts) + ")" if parts else "true"
 
 
-def _buckets(folder: Path, manifest: Manifest, width: int) -> str:
+def _buckets(folder: str, manifest: Manifest, width: int) -> str:
     """Return the buckets of a width: of merged files as they are kept, of the newest ones made as they are read."""
     young = [one for one in manifest.of("moments") if one.level == 0]
     made = [f"SELECT * FROM {_table(folder, f'moments_{width}', manifest.of(f'moments_{width}'))} WHERE {_stands(manifest)}"]
