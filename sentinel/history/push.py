@@ -116,7 +116,8 @@ def _publish(remote: RemoteRun, manifest: Manifest, there: Manifest, sizes: dict
     retired |= {one.name: one.at for one in there.retired if one.name not in named}
     over = [name for name, at in retired.items() if not 0 <= now - at < GRACE_S]
     for name in over:
-        remote.folder.delete(name)
+        if name in sizes:
+            remote.folder.delete(name)
     stays = tuple(Retired(name, at) for name, at in retired.items() if name not in over)
     published = msgspec.structs.replace(manifest, retired=stays)
     if published != there:

@@ -23,7 +23,7 @@ PACKAGES = {
     "abfs": "adlfs",
 }
 """Scheme -> what is installed for it."""
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _USER = re.compile(r"//[^/@\s]*@")
 _QUERY = re.compile(r"\?[^\s\"']+")
 

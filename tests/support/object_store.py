@@ -43,7 +43,9 @@ class ObjectStore:
             self._reset_auth("inf")
 
     def _reset_auth(self, num_allowed: str) -> None:
-        request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", data=num_allowed.encode(), method="POST")
+        request = urllib.request.Request(
+            f"{self.url}/moto-api/reset-auth", data=num_allowed.encode(), headers={"Content-Type": "text/plain"}
+        )
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10).close()
 
 
@@ -70,7 +72,7 @@ def object_store() -> Iterator[ObjectStore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         patch.setenv("AWS_ACCESS_KEY_ID", "AKIAKEY")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUt")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("NO_PROXY", "127.0.0.1")
         try:
