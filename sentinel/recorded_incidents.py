@@ -15,10 +15,13 @@ from sentinel.incident import Incident
 def incident_revisions(directory: Path) -> list[Incident]:
     """Return all revisions in a run's `incidents.jsonl`, as written; a torn last line is left out."""
     path = next((p for p in (directory / "incidents.jsonl", directory.parent / "incidents.jsonl") if p.is_file()), None)
-    if path is None:
-        return []
+    return [] if path is None else revisions_in(path.read_bytes().split(b"\n"))
+
+
+def revisions_in(lines: Iterable[bytes]) -> list[Incident]:
+    """Return the revisions that lines of JSON hold, in their order; what is none is left out."""
     revisions = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in lines:
         try:
             revisions.append(msgspec.json.decode(line, type=Incident))
         except MALFORMED:

@@ -48,7 +48,5 @@ def _lines(one: NodeStatus) -> list[str]:
     for folder, (file, offset) in sorted(one.head.items()):
         held, at = one.held.get(folder, ("", 0))
         index, acked = one.acked.get(folder, (0, 0))
-        lines.append(
-            f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}"
-        )
+        lines.append(f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}")
     return lines + [f"  blocked: {why}" for why in one.blocked]

@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "repair": ("sentinel.cli.repair:repair", "Rebuild a run's journal from its spool and files."),
     "export": ("sentinel.cli.export:export", "Write what a run recorded as a table, or as other tools read it."),
     "sql": ("sentinel.cli.sql:sql", "Ask questions in SQL over the history of runs."),
+    "history": ("sentinel.cli.history:history", "Put the history of runs into an object store."),
     "open": ("sentinel.cli.open:open_", "Read a run directory that somebody else made, without trusting it."),
     "import": ("sentinel.cli.import_verbs:import_", "Read what another tool logged or recorded, or its configuration."),
     "rules": ("sentinel.cli.rules:rules", "Check, test, back-test and list rules."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -51,18 +50,6 @@ def newest_run(home: Path) -> Path | None:
         return home
     runs = [path for path in _directories(home) if (path / "spool").is_dir()]
     return max(runs, key=lambda path: (path / "spool").stat().st_mtime, default=None)
-
-
-def find_runs(given: Sequence[str]) -> dict[str, Path]:
-    """Return name -> run directory of the runs that are meant, each as `find_run` finds it; of none the newest.
-
-    ConfigError when there is none, or two have one name.
-    """
-    found: dict[str, Path] = {}
-    for one in [find_run(name) for name in given] or [find_run(None)]:
-        if found.setdefault(one.name, one) != one:
-            raise ConfigError(f'two runs are called "{one.name}": {found[one.name]} and {one}; rename the directory of one')
-    return found
 
 
 def _directories(home: Path) -> list[Path]:

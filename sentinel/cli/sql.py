@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sentinel.cli.main import CLEAN, to_stderr
-from sentinel.cli.places import find_runs
+from sentinel.cli.opening import find_histories
 from sentinel.cli.text_table import show_table
 from sentinel.csv_text import guarded
 from sentinel.errors import ConfigError
 from sentinel.history.questions import answered, asking
+from sentinel.history.remote_run import once_more_if_vanished
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +44,8 @@ def sql(runs_and_query: tuple[str, ...], form: str, output: str | None, as_json:
     Views: moments (a row for each tensor and step), moments_16, moments_256, moments_4096 (buckets of so many steps: of each
     statistic _min, _max, _avg, _last and _num, and all that was not finite), scalars, vectors, steps, series, anomalies,
     incidents, commands; each with the column run. Only these runs are read, no other file and no network, and nothing is
-    written but the answer.
+    written but the answer. A RUN may be a URL, as s3://bucket/runs/NAME, under which `sentinel history push` put it: then
+    its store is asked for ranges of these files, and for nothing else.
 
     The daemon writes a history where its configuration says `history: {enabled: true}`.
     """
@@ -51,8 +53,14 @@ def sql(runs_and_query: tuple[str, ...], form: str, output: str | None, as_json:
     form = "jsonl" if as_json else form
     if form == "parquet" and not output:
         raise ConfigError("--format parquet: expected -o FILE, for it is no text")
-    with asking(find_runs(named)) as connection:
-        answer = answered(connection, sys.stdin.read() if query == "-" else query)
+    runs = find_histories(named)
+    query = sys.stdin.read() if query == "-" else query
+
+    def ask() -> pa.Table:
+        with asking(runs) as connection:
+            return answered(connection, query)
+
+    answer = once_more_if_vanished(ask)
     if form == "parquet":
         import pyarrow.parquet
 

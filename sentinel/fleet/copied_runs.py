@@ -214,7 +214,9 @@ class CopiedRuns:
     def _is_run(self, run: str, node: str) -> bool:
         if _is_name(run) and _is_name(node):
             return True
-        self._refuse(f"{node}/{run}", f"node {printable(node[:64])!r}: expected the name of a run, got {printable(run[:64])!r}")
+        self._refuse(
+            f"{node}/{run}", f"node {printable(node[:64])!r}: expected the name of a run, got {printable(run[:64])!r}"
+        )
         return False
 
     def _claim(self, run: str, folder: str, node: str) -> str:
@@ -288,5 +290,3 @@ def _put(path: Path, data: bytes) -> None:
         with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
             file.write(data)
         draft.replace(path)
-
-

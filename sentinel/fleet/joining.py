@@ -111,7 +111,9 @@ class Joining:
                 await self._take_all(jetstream)
             except (Error, asyncio.TimeoutError, OSError) as error:
                 self.is_connected = self._is_drained = False
-                problem = f"the stream cannot be read: {getattr(error, 'description', None) or error or type(error).__name__}"
+                problem = (
+                    f"the stream cannot be read: {getattr(error, 'description', None) or error or type(error).__name__}"
+                )
                 if problem != self.problem:
                     self.problem = problem
                     log.warning("join: %s; it is tried again", problem)

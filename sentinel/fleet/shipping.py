@@ -137,7 +137,10 @@ class Shipping:
 
         try:
             await jetstream.publish(
-                subjects.raw(chunk.run, chunk.node), data, timeout=ACKNOWLEDGED_S, headers={"Nats-Expected-Stream": subjects.STREAM}
+                subjects.raw(chunk.run, chunk.node),
+                data,
+                timeout=ACKNOWLEDGED_S,
+                headers={"Nats-Expected-Stream": subjects.STREAM},
             )
         except (Error, asyncio.TimeoutError, OSError) as error:
             self._failed(chunk, error)

@@ -1,9 +1,12 @@
-"""What was found in runs as rows: their anomalies, and their incidents as they stand, read from JSON lines."""
+"""What was found in runs as rows: their anomalies, and their incidents as they stand.
+
+Read from JSON lines, and of a run in a store from its history.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,9 +14,10 @@ import pyarrow as pa
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.errors import MALFORMED, ConfigError, StoreError
+from sentinel.history.remote_run import RemoteRun, RunPlace
 from sentinel.incident import Incident
 from sentinel.known_words import nearest
-from sentinel.recorded_incidents import gravity, incident_revisions, newest_revisions
+from sentinel.recorded_incidents import gravity, incident_revisions, newest_revisions, revisions_in
 
 ANOMALIES = pa.schema(
     [
@@ -47,7 +51,7 @@ _ANOMALY = msgspec.json.Decoder(Anomaly)
 
 
 def anomalies(
-    runs: Mapping[str, Path], *, rule: str | None, severity: str | None, steps: tuple[int | None, int | None]
+    runs: Mapping[str, RunPlace], *, rule: str | None, severity: str | None, steps: tuple[int | None, int | None]
 ) -> pa.Table:
     """Return the anomalies of some runs, by run, attempt and step: `ANOMALIES`. A line that is cut is left out.
 
@@ -57,12 +61,11 @@ def anomalies(
     first, last = steps[0] or 0, math.inf if steps[1] is None else steps[1]
     rows: list[tuple[str, Anomaly]] = []
     rules: set[str] = set()
-    for run, directory in runs.items():
-        for path in sorted((directory / "anomalies").glob("*.jsonl")):
-            for one in _lines(path):
-                rules.add(one.rule)
-                if one.severity.level >= least and first <= one.step <= last and rule in (None, one.rule):
-                    rows.append((run, one))
+    for run, place in runs.items():
+        for one in _anomalies(place):
+            rules.add(one.rule)
+            if one.severity.level >= least and first <= one.step <= last and rule in (None, one.rule):
+                rows.append((run, one))
     if rule is not None and rules and rule not in rules:
         raise ConfigError(f'anomalies: no anomaly is of the rule "{rule}"{nearest(rule, sorted(rules))}')
     order = {run: at for at, run in enumerate(runs)}
@@ -70,21 +73,26 @@ def anomalies(
     return _table(ANOMALIES, [msgspec.to_builtins(one) | {"run": run} for run, one in rows])
 
 
-def _lines(path: Path) -> list[Anomaly]:
-    found = []
-    try:
-        body = path.read_bytes()
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror or error}") from error
-    for line in body.split(b"\n"):
+def _anomalies(place: RunPlace) -> Iterable[Anomaly]:
+    if isinstance(place, RemoteRun):
+        lines = place.found("anomalies")
+    else:
+        lines = [line for path in sorted((place / "anomalies").glob("*.jsonl")) for line in _lines(path)]
+    for line in lines:
         try:
-            found.append(_ANOMALY.decode(line))
+            yield _ANOMALY.decode(line)
         except MALFORMED:
             continue  # The last line of a file that is being written, or one that a crash cut.
-    return found
 
 
-def standing_incidents(runs: Mapping[str, Path], *, state: str | None = None) -> list[tuple[str, Incident]]:
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from error
+
+
+def standing_incidents(runs: Mapping[str, RunPlace], *, state: str | None = None) -> list[tuple[str, Incident]]:
     """Return (run, newest revision) of the incidents of some runs: the open ones first, the gravest and newest before.
 
     Those that became part of another are in that. state: of this state alone; ConfigError for one that there is not.
@@ -93,15 +101,19 @@ def standing_incidents(runs: Mapping[str, Path], *, state: str | None = None) ->
         raise ConfigError(f'incidents: unknown state "{state}"{nearest(state, STATES)}')
     found = [
         (run, one)
-        for run, directory in runs.items()
-        for one in newest_revisions(incident_revisions(directory)).values()
+        for run, place in runs.items()
+        for one in newest_revisions(_revisions(place)).values()
         if one.state != "merged" and state in (None, one.state)
     ]
     found.sort(key=lambda row: gravity(row[1]))
     return found
 
 
-def incidents(runs: Mapping[str, Path], *, state: str | None = None) -> pa.Table:
+def _revisions(place: RunPlace) -> list[Incident]:
+    return revisions_in(place.found("incidents")) if isinstance(place, RemoteRun) else incident_revisions(place)
+
+
+def incidents(runs: Mapping[str, RunPlace], *, state: str | None = None) -> pa.Table:
     """Return the newest revision of each incident, in the order of `standing_incidents`: `INCIDENTS`."""
     return _table(
         INCIDENTS,

@@ -67,6 +67,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """First step from which every step is there; before it there are buckets, and what lies about anomalies."""
     files: tuple[HistoryFile, ...] = ()
     retired: tuple[Retired, ...] = ()
+    id: str = ""
+    """Of this history, whatever its folder is called: drawn when it begins, and the same wherever it is copied to. Empty: it
+    was begun by a Sentinel that drew none, and has one from its next write on."""
 
     def of(self, table: str) -> tuple[HistoryFile, ...]:
         """Return the files of a table, oldest first."""
@@ -98,6 +101,12 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest()
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}") from error
+    return decoded_manifest(body, str(folder))
+
+
+def decoded_manifest(body: bytes, folder: str) -> Manifest:
+    """Return what the text of a manifest says. StoreError where it is none; folder: where it lies, for the words."""
+    path = f"{folder}/{MANIFEST}"
     try:
         found = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -106,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     if found.version != VERSION:
         raise StoreError(f"{path}: expected version {VERSION}, got {found.version}; read it with the Sentinel that wrote it")
-    for name in (found.series, *(one.name for one in found.files)):
+    for name in (found.series, *(one.name for one in found.files), *(one.name for one in found.retired)):
         # Nothing that a foreign manifest names leads out of its folder.
         if "/" in name or "\0" in name or name.startswith("."):
             raise StoreError(f"{path}: expected names of files in {folder}, got {name[:80]!r}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,9 +14,10 @@ from sentinel.history import found_records, histogram_question, run_summary, ser
 from sentinel.history.answer_table import AnswerTable
 from sentinel.history.config import FOLDER
 from sentinel.history.histogram_question import HistogramQuestion
-from sentinel.history.manifest import MANIFEST, read_manifest
+from sentinel.history.manifest import MANIFEST
 from sentinel.history.plots import plot_anomalies, plot_histogram, plot_incidents, plot_series
 from sentinel.history.questions import answered, asking
+from sentinel.history.remote_run import RemoteRun, RunPlace, manifest_of, once_more_if_vanished
 from sentinel.history.series_question import BOUNDS, MOST_STEPS, SeriesQuestion
 from sentinel.history.sql_views import Span
 from sentinel.history.table_schemas import WIDTHS
@@ -27,6 +26,8 @@ from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
     import duckdb
+
+Answer = TypeVar("Answer")
 
 ALL = (None, None)
 _MET = (
@@ -43,9 +44,9 @@ class OpenedRuns:
     A run that is being written may be asked again and again: each answer has every step once that was published then.
     """
 
-    def __init__(self, runs: Mapping[str, Path]) -> None:
-        """runs: name -> directory."""
-        self.directories = dict(runs)
+    def __init__(self, runs: Mapping[str, RunPlace]) -> None:
+        """runs: name -> directory, or what a URL leads to."""
+        self.places = dict(runs)
         """Name of each run -> where it lies."""
 
     def series(
@@ -72,10 +73,13 @@ class OpenedRuns:
         it is one step; null where none was finite. `nans` and `infs` count elements, `bad_steps` the steps that had any.
         """
         question = SeriesQuestion(name=name, statistic=statistic, kind=kind, steps=_span("series", steps), points=points)
-        with self._asking(question.span) as connection:
+
+        def answer(connection: duckdb.DuckDBPyConnection) -> pa.Table:
             # Read behind the manifest that the questions see: an attempt begins at most earlier there.
-            attempts = {run: read_manifest(path / FOLDER).attempts for run, path in self.directories.items()}
-            rows = series_question.answer(question, connection, attempts)
+            attempts = {run: manifest_of(place).attempts for run, place in self.places.items()}
+            return series_question.answer(question, connection, attempts)
+
+        rows = self._asked(answer, question.span)
         return AnswerTable(rows, plot_series, _note(rows))
 
     def tensors(self, name: str = "*", *, kind: str | None = None) -> AnswerTable:
@@ -113,7 +117,10 @@ class OpenedRuns:
 
         rule: of this rule alone. severity: `info`, `warning` or `critical`, and worse. steps: first and last, both included.
         """
-        rows = found_records.anomalies(self.directories, rule=rule, severity=severity, steps=_span("anomalies", steps))
+        wanted = _span("anomalies", steps)
+        rows = once_more_if_vanished(
+            lambda: found_records.anomalies(self.places, rule=rule, severity=severity, steps=wanted)
+        )
         return AnswerTable(rows, plot_anomalies)
 
     def incidents(self, *, state: str | None = None) -> AnswerTable:
@@ -121,17 +128,19 @@ class OpenedRuns:
 
         state: `open`, `resolved`, `settled`, `ended` or `closed` alone.
         """
-        return AnswerTable(found_records.incidents(self.directories, state=state), plot_incidents)
+        rows = once_more_if_vanished(lambda: found_records.incidents(self.places, state=state))
+        return AnswerTable(rows, plot_incidents)
 
     def histogram(self, name: str, *, step: int | None = None, kind: str | None = None) -> AnswerTable:
         """Return the histograms that ranks recorded of a tensor: a row for each bin, with the `count` of its elements.
 
         name: a tensor's, or a glob. step: None: the newest that has one. A bin is from `low` to `high`. They lie in the
-        spool, which keeps the newest steps; ConfigError says which there are where none is of that name and step. It needs
-        no history.
+        spool, which keeps the newest steps, and of a run in a store in its history; ConfigError says which there are where
+        none is of that name and step. It needs no history of a run that lies on a disk.
         """
         question = HistogramQuestion(name=name, step=step, kind=kind)
-        return AnswerTable(histogram_question.answer(question, self.directories), plot_histogram)
+        rows = once_more_if_vanished(lambda: histogram_question.answer(question, self.places))
+        return AnswerTable(rows, plot_histogram)
 
     def traces(
         self,
@@ -150,37 +159,43 @@ class OpenedRuns:
         if rank is not None and (isinstance(rank, bool) or not hasattr(rank, "__index__")):
             raise ConfigError(f"traces: rank must be a whole number or None, got {rank!r}")
         question = TraceQuestion(name=name, kind=kind, steps=_span("traces", steps), rank=rank)
-        return trace_question.answer(question, self.directories)
+        here = {run: place for run, place in self.places.items() if not isinstance(place, RemoteRun)}
+        if away := sorted(self.places.keys() - here.keys()):
+            raise ConfigError(
+                f"traces: expected runs on a disk, got {', '.join(away)} in a store; rings of ranks are not pushed"
+            )
+        return trace_question.answer(question, here)
 
     def sql(self, query: str) -> AnswerTable:
         """Return the answer to a query, as `sentinel sql` gives it: the same views, no other file, no network.
 
         ConfigError where it cannot be answered.
         """
-        with self._asking() as connection:
-            return AnswerTable(answered(connection, query))
+        return AnswerTable(self._asked(lambda connection: answered(connection, query)))
 
     def __repr__(self) -> str:
-        return run_summary.as_text(self.directories)
+        return run_summary.as_text(self.places)
 
     def _repr_html_(self) -> str:
-        return run_summary.as_html(self.directories)
+        return run_summary.as_html(self.places)
 
-    @contextmanager
-    def _asking(self, span: Span | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-        for directory in self.directories.values():
-            if not (directory / FOLDER / MANIFEST).is_file():
+    def _asked(self, question: Callable[[duckdb.DuckDBPyConnection], Answer], span: Span | None = None) -> Answer:
+        for place in self.places.values():
+            if not isinstance(place, RemoteRun) and not (place / FOLDER / MANIFEST).is_file():
                 raise StoreError(
-                    f"{directory}: expected a run with a history, there is none in {directory / FOLDER}; the daemon writes "
+                    f"{place}: expected a run with a history, there is none in {place / FOLDER}; the daemon writes "
                     "it where its configuration says history: {enabled: true}. Without it anomalies(), incidents(), "
                     "histogram(...) and traces(...) work, and sentinel export reads the spool"
                 )
-        with asking(self.directories, span=span) as connection:
-            yield connection
+
+        def answer() -> Answer:
+            with asking(self.places, span=span) as connection:
+                return question(connection)
+
+        return once_more_if_vanished(answer)
 
     def _listed(self, what: str, query: str, glob: str, kind: str | None) -> AnswerTable:
-        with self._asking() as connection:
-            rows = answered(connection, query)
+        rows = self._asked(lambda connection: answered(connection, query))
         names, kinds = rows.column("name").to_pylist(), rows.column("kind").to_pylist() if kind is not None else []
         if kind is not None and kinds and kind not in kinds:
             raise ConfigError(f'{what}: unknown kind "{kind}"{nearest(kind, sorted(set(kinds)))}')

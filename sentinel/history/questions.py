@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sentinel.errors import ConfigError, StoreError
 from sentinel.history.config import FOLDER
-from sentinel.history.manifest import read_manifest
+from sentinel.history.remote_run import RemoteRun, RunPlace, manifest_of
 from sentinel.history.sql_views import Span, quoted, views_of
 
 if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
 
+    from sentinel.history.remote_files import RemoteFiles
+
 
 @contextlib.contextmanager
 def asking(
-    runs: Mapping[str, Path], *, num_threads: int = 0, span: Span | None = None, as_parts: bool = False
+    runs: Mapping[str, RunPlace], *, num_threads: int = 0, span: Span | None = None, as_parts: bool = False
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection that answers questions about some runs: name -> directory.
+    """Yield a connection that answers questions about some runs: name -> where it lies.
 
-    It reads the files that their manifests name, and no other; it reaches no network and writes nothing. ConfigError where
-    DuckDB is not installed, StoreError for a run without a history. num_threads: that compute an answer; 0: as many as
-    there are cores. span: first and last step that will be asked for; None: all. A bucket that reaches into it is whole.
-    as_parts: buckets are shown as the rows that they are made of (`views_of`).
+    It reads the files that their manifests name, and no other; it reaches no network by itself and writes nothing. What lies
+    in a store it is handed. ConfigError where DuckDB is not installed, StoreError for a run without a history, or one whose
+    store gives no answer: FileVanished where it would with the manifest read again (`once_more_if_vanished`). num_threads:
+    that compute an answer; 0: as many as there are cores. span: first and last step that will be asked for; None: all. A
+    bucket that reaches into it is whole. as_parts: buckets are shown as the rows that they are made of (`views_of`).
     """
     try:
         import duckdb
@@ -34,25 +36,50 @@ def asking(
         raise ConfigError(f"questions in SQL need the package duckdb ({error}); pip install duckdb") from error
     config: dict[str, Any] = {"autoinstall_known_extensions": "false", "TimeZone": "UTC"}
     connection = duckdb.connect(":memory:", config=config | ({"threads": num_threads} if num_threads else {}))
+    remote = _remote_files() if any(isinstance(one, RemoteRun) for one in runs.values()) else None
     try:
-        _prepare(connection, runs, span, as_parts=as_parts)
+        _prepare(connection, runs, remote, span, as_parts=as_parts)
         yield connection
+    except (duckdb.Error, ConfigError) as error:
+        if remote is not None and remote.failure is not None:
+            raise remote.failure from error
+        raise
     finally:
         connection.close()
 
 
-def _prepare(connection: duckdb.DuckDBPyConnection, runs: Mapping[str, Path], span: Span | None, *, as_parts: bool) -> None:
+def _remote_files() -> RemoteFiles:
+    # It imports fsspec, which nobody needs whose runs lie on a disk.
+    from sentinel.history.remote_files import RemoteFiles
+
+    return RemoteFiles()
+
+
+def _prepare(
+    connection: duckdb.DuckDBPyConnection,
+    runs: Mapping[str, RunPlace],
+    remote: RemoteFiles | None,
+    span: Span | None,
+    *,
+    as_parts: bool,
+) -> None:
     selects: dict[str, list[str]] = {}
     allowed: list[str] = []
-    for name, run_dir in runs.items():
-        folder = (run_dir / FOLDER).absolute()
-        manifest = read_manifest(folder)
-        if not manifest.files and not folder.is_dir():
-            raise StoreError(
-                f"{run_dir}: expected a run with a history in {folder}, there is none; the daemon writes it where its "
-                "configuration says history.enabled; sentinel export reads the spool"
-            )
-        allowed += [str(folder / one) for one in (manifest.series, *(one.name for one in manifest.files)) if one]
+    if remote is not None:
+        connection.register_filesystem(remote)
+    for number, (name, place) in enumerate(runs.items()):
+        manifest = manifest_of(place)
+        if isinstance(place, RemoteRun):
+            assert remote is not None
+            folder = remote.add(number, place.folder, manifest)
+        else:
+            folder = str((place / FOLDER).absolute())
+            if not manifest.files and not (place / FOLDER).is_dir():
+                raise StoreError(
+                    f"{place}: expected a run with a history in {folder}, there is none; the daemon writes it where its "
+                    "configuration says history.enabled; sentinel export reads the spool"
+                )
+        allowed += [f"{folder}/{one}" for one in (manifest.series, *(one.name for one in manifest.files)) if one]
         for view, select in views_of(name, folder, manifest, span, as_parts=as_parts).items():
             selects.setdefault(view, []).append(select)
     connection.execute(f"SET allowed_paths=[{', '.join(map(quoted, allowed))}]")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from sentinel.errors import SentinelError
 from sentinel.history.config import FOLDER
 from sentinel.history.found_records import standing_incidents
-from sentinel.history.manifest import MANIFEST, read_manifest
+from sentinel.history.manifest import MANIFEST
+from sentinel.history.remote_run import RemoteRun, RunPlace, manifest_of, once_more_if_vanished
 from sentinel.incident import Incident
 from sentinel.printable import printable
 
@@ -29,28 +29,26 @@ NEXT = (
 _RANK = re.compile(r"r(\d{5,})-[0-9a-f]+")
 
 
-def as_text(runs: Mapping[str, Path]) -> str:
+def as_text(runs: Mapping[str, RunPlace]) -> str:
     """Return the summary in lines."""
     lines = []
-    for name, directory in list(runs.items())[:MOST_RUNS]:
-        lines.append(f"run {_shown(name)}: {_shown(_extent(directory))}")
-        lines += [f"  open: {_shown(_said(one))}" for one in _open(name, directory)]
+    for name, place in list(runs.items())[:MOST_RUNS]:
+        lines.append(f"run {_shown(name)}: {_shown(_extent(place))}")
+        lines += [f"  open: {_shown(_said(one))}" for one in _open(name, place)]
     lines += _further(runs)
     lines += [f"  .{call}: {what}" for call, what in NEXT]
     return "\n".join(lines)
 
 
-def as_html(runs: Mapping[str, Path]) -> str:
+def as_html(runs: Mapping[str, RunPlace]) -> str:
     """Return the summary as HTML in which every text is escaped."""
     parts = []
-    for name, directory in list(runs.items())[:MOST_RUNS]:
-        parts.append(
-            f"<p><b>{_escaped(name)}</b> {_escaped(_extent(directory))}<br><small>{_escaped(str(directory))}</small></p>"
-        )
+    for name, place in list(runs.items())[:MOST_RUNS]:
+        parts.append(f"<p><b>{_escaped(name)}</b> {_escaped(_extent(place))}<br><small>{_escaped(str(place))}</small></p>")
         rows = "".join(
             f"<tr><td>{_escaped(one.severity.value)}</td><td>{_escaped(one.id)}</td><td>{_escaped(one.title)}</td>"
             f"<td>{_escaped(one.root_name)}</td><td>{_escaped(one.suspected)}</td><td>{_escaped(one.steps)}</td></tr>"
-            for one in _open(name, directory)
+            for one in _open(name, place)
         )
         heads = "".join(
             f"<th>{head}</th>" for head in ("severity", "open incident", "title", "began in", "suspected", "steps")
@@ -63,46 +61,49 @@ def as_html(runs: Mapping[str, Path]) -> str:
     return f"<div>{''.join(parts)}<p>Ask next:</p><ul>{calls}</ul></div>"
 
 
-def _further(runs: Mapping[str, Path]) -> list[str]:
+def _further(runs: Mapping[str, RunPlace]) -> list[str]:
     return [f"and {len(runs) - MOST_RUNS} further runs"] if len(runs) > MOST_RUNS else []
 
 
-def _extent(directory: Path) -> str:
+def _extent(place: RunPlace) -> str:
     """Return what is known of a run's steps and ranks, in words; what cannot be read is said in their place."""
     said = []
     try:
-        manifest = read_manifest(directory / FOLDER)
+        manifest = manifest_of(place)
         steps = manifest.of("steps")
         if steps:
             first, last = min(one.first_step for one in steps), max(one.last_step for one in steps)
             said.append(f"steps {first:,} to {last:,}")
             if len(manifest.attempts) > 1:
                 said.append(f"{len(manifest.attempts)} attempts")
-        elif (directory / FOLDER / MANIFEST).is_file():
+        elif isinstance(place, RemoteRun) or (place / FOLDER / MANIFEST).is_file():
             said.append("a history with no step yet")
         else:
             said.append("no history: the daemon writes one where its configuration says history: {enabled: true}")
     except SentinelError as error:
         said.append(str(error))
-    ranks = _ranks(directory)
+    ranks = _ranks(place)
     if ranks:
         said.append(f"{ranks} rank{'' if ranks == 1 else 's'} in its spool")
     return ", ".join(said)
 
 
-def _ranks(directory: Path) -> int:
+def _ranks(place: RunPlace) -> int:
+    if isinstance(place, RemoteRun):
+        return 0
     try:
-        found = {one.name for one in (directory / "spool").iterdir()}
+        found = {one.name for one in (place / "spool").iterdir()}
     except OSError:
         return 0
     return len({match[1] for name in found if (match := _RANK.fullmatch(name))})
 
 
-def _open(name: str, directory: Path) -> list[Incident]:
+def _open(name: str, place: RunPlace) -> list[Incident]:
     """Return the open incidents of a run, the worst first, few enough to show."""
     try:
-        return [one for _, one in standing_incidents({name: directory}, state="open")][:MOST_INCIDENTS]
-    except OSError:
+        found = once_more_if_vanished(lambda: standing_incidents({name: place}, state="open"))
+        return [one for _, one in found][:MOST_INCIDENTS]
+    except (OSError, SentinelError):
         return []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 from sentinel.history.manifest import HistoryFile, Manifest
@@ -28,9 +27,9 @@ def quoted(text: str) -> str:
 
 
 def views_of(
-    run: str, folder: Path, manifest: Manifest, span: Span | None = None, *, as_parts: bool = False
+    run: str, folder: str, manifest: Manifest, span: Span | None = None, *, as_parts: bool = False
 ) -> dict[str, str]:
-    """Return view -> SELECT, of one run.
+    """Return view -> SELECT, of one run. folder: what stands before the names of its files, without the slash.
 
     span: steps that will be asked for; None: all. Rows of other steps may lack, but of no bucket that has one of them.
     as_parts: of a bucket the rows as they lie, one or several, each with its own step, and without what is known of the
@@ -74,14 +73,14 @@ def views_of(
     return views
 
 
-def _rows(folder: Path, table: str, names: Sequence[str]) -> str:
+def _rows(folder: str, table: str, names: Sequence[str]) -> str:
     if not names:
         typed = ", ".join(f"NULL::{_type(str(field.type))} AS {field.name}" for field in SCHEMAS[table])
         return f"(SELECT {typed} WHERE false)"
-    return f"read_parquet([{', '.join(quoted(str(folder / one)) for one in names)}])"
+    return f"read_parquet([{', '.join(quoted(f'{folder}/{one}') for one in names)}])"
 
 
-def _table(folder: Path, table: str, files: Sequence[HistoryFile]) -> str:
+def _table(folder: str, table: str, files: Sequence[HistoryFile]) -> str:
     return _rows(folder, table, [one.name for one in files])
 
 
@@ -101,7 +100,7 @@ def _stands(manifest: Manifest) -> str:
     return "(" + " OR ".join(parts) + ")" if parts else "true"
 
 
-def _parts(folder: Path, manifest: Manifest, width: int, span: Span | None) -> str:
+def _parts(folder: str, manifest: Manifest, width: int, span: Span | None) -> str:
     """Return the rows that buckets of a width are made of: of merged files their buckets, of the newest ones the steps."""
     stands = _stands(manifest)
     if span is not None:

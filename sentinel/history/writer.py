@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ class HistoryWriter:
         self._folder, self._config, self._found, self._clock = folder, config, found, clock
         self._manifest = read_manifest(folder)
         delete_unnamed(folder, self._manifest)
+        if not self._manifest.id:
+            self._manifest = msgspec.structs.replace(self._manifest, id=secrets.token_hex(8))
         self._ids = SeriesIds(read_file(folder / self._manifest.series, "series") if self._manifest.series else None)
         self._num_ids_written = len(self._ids)
         if not (folder / MANIFEST).exists():

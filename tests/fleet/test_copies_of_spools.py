@@ -35,9 +35,7 @@ class Fleet:
 
     def restarted(self, name: str = "j1") -> CopiedRuns:
         self.joined.mkdir(exist_ok=True)
-        self.copies = CopiedRuns(
-            self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append
-        )
+        self.copies = CopiedRuns(self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append)
         return self.copies
 
     def talk(self, *, is_drained: bool = True) -> None:

@@ -157,9 +157,7 @@ def broker(tmp_path: Path) -> Iterator[NatsBroker]:
 
 
 @pytest.mark.parametrize(("layout", "num_nodes"), [("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2)])
-def test_a_fleet_comes_to_the_bytes_of_one_daemon(
-    tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int
-) -> None:
+def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
     run = recorded(tmp_path / "whole", layout)
     nodes = split(run, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url)

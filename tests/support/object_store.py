@@ -1,0 +1,83 @@
+"""A store that speaks as S3 does, on a free port, which counts what it is asked for and how much it answers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import boto3
+import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from .ports import free_port
+
+
+class Asked(NamedTuple):
+    """One request."""
+
+    method: str
+    path: str
+    num_bytes: int
+    """Of the answer's body."""
+
+
+class ObjectStore:
+    """moto's server with a bucket `bucket`; started by `object_store`."""
+
+    def __init__(self, url: str, requests: list[Asked]) -> None:
+        self.url, self.requests = url, requests
+        self.client = boto3.client("s3", endpoint_url=url)
+        self.client.create_bucket(Bucket="bucket")
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Have nobody's keys be right until the block ends."""
+        self._reset_auth("0")
+        try:
+            yield
+        finally:
+            self._reset_auth("inf")
+
+    def _reset_auth(self, num_allowed: str) -> None:
+        request = urllib.request.Request(
+            f"{self.url}/moto-api/reset-auth", data=num_allowed.encode(), headers={"Content-Type": "text/plain"}
+        )
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10).close()
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_request(self, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def object_store() -> Iterator[ObjectStore]:
+    """Yield a store that boto and s3fs find by the environment, until the block ends."""
+    app = DomainDispatcherApplication(create_backend_app)
+    requests: list[Asked] = []
+
+    def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        body = b"".join(app(environ, start))
+        requests.append(Asked(environ["REQUEST_METHOD"], environ["PATH_INFO"], len(body)))
+        return [body]
+
+    port = free_port()
+    server = make_server("127.0.0.1", port, counted, threaded=True, request_handler=_Quiet)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIAKEY")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUt")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        try:
+            yield ObjectStore(f"http://127.0.0.1:{port}", requests)
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
