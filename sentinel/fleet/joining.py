@@ -111,14 +111,14 @@ class Joining:
                 await self._take_all(jetstream)
             except (Error, asyncio.TimeoutError, OSError) as error:
                 self.is_connected = self._is_drained = False
-                problem = f"the stream cannot be read: {getattr(error, 'description', None) or error or type(error).__name__}"
+                words = getattr(error, "description", None) or str(error) or type(error).__name__
+                problem = f"the stream cannot be read: {words}"
                 if problem != self.problem:
                     self.problem = problem
                     log.warning("join: %s; it is tried again", problem)
                 await asyncio.sleep(0.5)
 
     async def _take_all(self, jetstream: JetStreamContext) -> None:
-        from nats.errors import TimeoutError as NothingCame
         from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
         # From the beginning of what is there, by no durable state: what was taken before is dropped by its place.
@@ -139,7 +139,7 @@ class Joining:
                     await asyncio.sleep(RELEASE_S)
                     continue
                 messages: list[Msg] = []
-                with contextlib.suppress(NothingCame):
+                with contextlib.suppress(asyncio.TimeoutError):
                     messages = await taking.fetch(BATCH, timeout=FETCH_S)
                 for message in messages:
                     self._take_message(message)

@@ -27,7 +27,7 @@ from sentinel.fleet.overheard import overhear
 from sentinel.fleet.shipping import Shipping
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
-from sentinel.wire.spool import read_ack
+from sentinel.wire.spool import read_ack, write_ack
 
 from ..support.nats_broker import NatsBroker
 from ..support.results import anomalies, decisions, result_bytes
@@ -140,6 +140,16 @@ def split(run: SyntheticRun, where: Path, num_nodes: int) -> list[Path]:
     return found
 
 
+def go_on(run: SyntheticRun, nodes: list[Path]) -> None:
+    """Append to the spools of nodes what the run has written since."""
+    for node in nodes:
+        for folder in (node / "run" / "spool").iterdir():
+            for path in sorted((run.directory / "spool" / folder.name).glob("*.spool")):
+                there = folder / path.name
+                with there.open("ab") as file:
+                    file.write(path.read_bytes()[file.tell() :])
+
+
 def bytes_of(directories: list[Path]) -> int:
     return sum(path.stat().st_size for one in directories for path in one.rglob("*.spool"))
 
@@ -177,37 +187,31 @@ def test_a_fleet_comes_to_the_bytes_of_one_daemon(
 
 
 def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", file_bytes=40_000)
-    nodes = split(run, tmp_path, 2)
-    # The second node has a third of its spools now, and the rest when the broker has lost what it held.
-    later = {path: path.read_bytes() for path in nodes[1].rglob("*.spool")}
-    for path, data in later.items():
-        index = int(path.name[:6])
-        if index == 0:
-            path.write_bytes(data[: len(data) * 2 // 3])
-        else:
-            path.unlink()
-    joined, total = tmp_path / "joined", bytes_of([tmp_path / "node0"]) + sum(map(len, later.values()))
+    run = small_run(tmp_path / "whole" / "run", file_bytes=40_000)
+    run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+    run.write(10)
+    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
     join = Join(joined, broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
     join.drop()
     # Nobody takes anything: what is published now lies in the broker alone, which loses it.
-    published = shippers[1].shipping.num_published
-    for path, data in later.items():
-        path.write_bytes(data)
-    wait_for(lambda: shippers[1].shipping.num_published >= published + 2)
+    published = [one.shipping.num_published for one in shippers]
+    run.write(STEPS - 10)
+    run.end()
+    go_on(run, nodes)
+    wait_for(lambda: all(one.shipping.num_published > before for one, before in zip(shippers, published, strict=True)))
     broker.kill()
     assert broker.lose_messages() > 0
     shippers[0].drop()
     broker.start()
     shippers[0] = Shipper(nodes[0], "node0", broker.url)
     join = Join(joined, broker.url, "j2")
-    here = lambda: sum(path.stat().st_size for path in joined.rglob("*.spool"))  # noqa: E731
-    wait_for(lambda: join.turn() or here() >= total)
+    wait_for(lambda: join.turn() or bytes_of([joined]) >= bytes_of(nodes))
     assert [one.end() for one in shippers] == [True, True]
     join.finish()
 
+    judge_run(run.directory, CONFIG, is_over=True)
     assert_same(run.directory, join.run_dir)
     assert not join.problems
 
@@ -223,13 +227,10 @@ def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: P
         there = path / "run" / "control" / f"{command.seq:06d}.json"
         wait_for(lambda there=there: there.exists())
         assert there.read_bytes() == (join.run_dir / "control" / there.name).read_bytes()
-    assert join.run is not None
-    for _ in range(3):  # What two snapshots do not need is acknowledged.
-        join.run._commits.keep(join.run._stages)
     folders = [folder for path in nodes for folder in (path / "run" / "spool").iterdir()]
-    wait_for(lambda: all(read_ack(folder) > (0, 0) for folder in folders))
-    for folder in folders:
-        assert read_ack(folder) == read_ack(join.run_dir / "spool" / folder.name)
+    for number, folder in enumerate(folders, 1):
+        write_ack(join.run_dir / "spool" / folder.name, 0, 1000 * number)
+    wait_for(lambda: [read_ack(folder) for folder in folders] == [(0, 1000 * number) for number in range(1, 5)])
 
     def all_held() -> Any:
         found = asyncio.run(overhear(BrokerConfig(server=broker.url), 0.6))
@@ -285,15 +286,14 @@ def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: Nats
         },
     }
     running = {name: begin() for name, begin in processes.items()}
-    here = lambda: sum(path.stat().st_size for path in joined.rglob("*.spool"))  # noqa: E731
     try:
         for name in ("node0", "join", "node1"):
-            before = here()
-            wait_for(lambda before=before: here() > before or here() >= bytes_of(nodes))
+            before = bytes_of([joined])
+            wait_for(lambda before=before: bytes_of([joined]) > before or bytes_of([joined]) >= bytes_of(nodes))
             os.kill(running[name].pid, signal.SIGKILL)
             running[name].wait()
             running[name] = processes[name]()
-        wait_for(lambda: here() >= bytes_of(nodes), log.read_text())
+        wait_for(lambda: bytes_of([joined]) >= bytes_of(nodes), log.read_text())
         wait_for(lambda: (joined / "run" / ".daemon" / "journal.sqlite").exists() and len(decisions(joined / "run")) >= 200)
         for name in (*(path.name for path in nodes), "join"):
             running[name].send_signal(signal.SIGTERM)
