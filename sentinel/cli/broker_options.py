@@ -16,18 +16,20 @@ Command = Callable[..., Any]
 def broker_options(command: Command) -> Command:
     """Add the options of `BrokerConfig` to a command, which gets it as `broker`."""
     options = [
-        click.option("--server", required=True, metavar="URL", help="nats://HOST:PORT or tls://HOST:PORT; several with commas."),
+        click.option(
+            "--server", required=True, metavar="URL", help="nats://HOST:PORT or tls://HOST:PORT; several with commas."
+        ),
         click.option("--tls-ca", default="", metavar="FILE", help="Certificates (PEM) by which the server is known."),
-        click.option("--client-cert", default="", metavar="FILE", help="Our certificate chain (PEM), where the server asks."),
+        click.option(
+            "--client-cert", default="", metavar="FILE", help="Our certificate chain (PEM), where the server asks."
+        ),
         click.option("--client-key", default="", metavar="FILE", help="Its private key (PEM)."),
         click.option("--login", default="", metavar="FILE", help="File of two lines, user and password, mode 0600."),
     ]
 
     @functools.wraps(command)
     def call(server: str, tls_ca: str, client_cert: str, client_key: str, login: str, **others: Any) -> Any:
-        broker = BrokerConfig(
-            server=server, ca_file=tls_ca, cert_file=client_cert, key_file=client_key, login_file=login
-        )
+        broker = BrokerConfig(server=server, ca_file=tls_ca, cert_file=client_cert, key_file=client_key, login_file=login)
         return command(broker=broker, **others)
 
     for option in reversed(options):

@@ -29,7 +29,7 @@ def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
     """
     try:
         found = asyncio.run(overhear(broker, listen_s))
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise StoreError(f"{broker.shown}: expected a NATS server, got no answer within 5 s") from error
     if as_json:
         click.echo(b"\n".join(map(msgspec.json.encode, found)).decode())
@@ -48,7 +48,5 @@ def _lines(one: NodeStatus) -> list[str]:
     for folder, (file, offset) in sorted(one.head.items()):
         held, at = one.held.get(folder, ("", 0))
         index, acked = one.acked.get(folder, (0, 0))
-        lines.append(
-            f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}"
-        )
+        lines.append(f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}")
     return lines + [f"  blocked: {why}" for why in one.blocked]

@@ -21,7 +21,9 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
 @click.command()
 @click.argument("directory")
 @broker_options
-@click.option("--stream-mib", default=STREAM_BYTES >> 20, show_default=True, metavar="MIB", help="Most that the stream holds.")
+@click.option(
+    "--stream-mib", default=STREAM_BYTES >> 20, show_default=True, metavar="MIB", help="Most that the stream holds."
+)
 @click.option("--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon.")
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name.")
 @allow_code_option()

@@ -42,7 +42,9 @@ def ship(
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")
     nats_client()
     name = node or socket.gethostname()
-    shipping = Shipping(NodeRuns(where, name, on_problem=logging.getLogger("sentinel.fleet").warning), broker, drain_s=drain_s)
+    shipping = Shipping(
+        NodeRuns(where, name, on_problem=logging.getLogger("sentinel.fleet").warning), broker, drain_s=drain_s
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
     return 0 if asyncio.run(shipping.run()) else 1

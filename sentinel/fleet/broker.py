@@ -66,7 +66,9 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: expected two lines, user and password, got: {error}") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{path}: expected a file that only its owner may read, got mode {stat.S_IMODE(mode):04o}; chmod 600")
+            raise ConfigError(
+                f"{path}: expected a file that only its owner may read, got mode {stat.S_IMODE(mode):04o}; chmod 600"
+            )
         if len(lines) < 2 or not lines[0]:
             raise ConfigError(f"{path}: expected two lines, user and password, got {len(lines)}")
         return lines[0], lines[1]

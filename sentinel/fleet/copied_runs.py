@@ -64,7 +64,9 @@ class CopiedRuns:
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`. on_problem: told of each thing that is refused, once."""
+        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`.
+
+        on_problem: told of each thing that is refused, once."""
         self.directory, self.join = directory, join
         self.counts: Counter[str] = Counter()
         """chunks, bytes, repeated, early, refused: since the beginning."""
@@ -214,7 +216,9 @@ class CopiedRuns:
     def _is_run(self, run: str, node: str) -> bool:
         if _is_name(run) and _is_name(node):
             return True
-        self._refuse(f"{node}/{run}", f"node {printable(node[:64])!r}: expected the name of a run, got {printable(run[:64])!r}")
+        self._refuse(
+            f"{node}/{run}", f"node {printable(node[:64])!r}: expected the name of a run, got {printable(run[:64])!r}"
+        )
         return False
 
     def _claim(self, run: str, folder: str, node: str) -> str:
@@ -241,7 +245,7 @@ class CopiedRuns:
             known.owners[folder], known.copies[folder] = node, SpoolCopy(path)
             return ""
         if owner != node:
-            why = f"run {run}: spool {folder} is node {owner}'s, and node {node} sends it too: nothing of it is taken from {node}"
+            why = f"run {run}: spool {folder} is node {owner}'s, and node {node} sends it too: that is refused"
             self._refuse(f"{run}/{folder}/{node}", why)
             return why
         return ""
@@ -288,5 +292,3 @@ def _put(path: Path, data: bytes) -> None:
         with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
             file.write(data)
         draft.replace(path)
-
-

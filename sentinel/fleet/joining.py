@@ -109,7 +109,7 @@ class Joining:
             try:
                 await ensure_stream(jetstream, self._stream_bytes)
                 await self._take_all(jetstream)
-            except (Error, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, Error, OSError) as error:
                 self.is_connected = self._is_drained = False
                 words = getattr(error, "description", None) or str(error) or type(error).__name__
                 problem = f"the stream cannot be read: {words}"

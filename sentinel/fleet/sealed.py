@@ -5,7 +5,7 @@ A message is the crc32 of its body, 4 bytes, little-endian, and the body in msgp
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -115,7 +115,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 Sealed = TypeVar("Sealed", Chunk, Beat, Answer)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (Chunk, Beat, Answer)}
+_DECODERS: dict[type[Chunk | Beat | Answer], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Chunk, Beat, Answer)
+}
 
 
 def seal(message: Chunk | Beat | Answer) -> bytes:

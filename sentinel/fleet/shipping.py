@@ -1,4 +1,4 @@
-"""Shipping: publishes the spools of one machine, and lets the join say how far. The spools are what lasts: no state of its own.
+"""Shipping: publishes the spools of one machine, and lets the join say how far. It has no state: the spools last.
 
 What a broker does not take, or lost after it took it, is read from the spool again; a trainer notices nothing of either.
 """
@@ -137,9 +137,12 @@ class Shipping:
 
         try:
             await jetstream.publish(
-                subjects.raw(chunk.run, chunk.node), data, timeout=ACKNOWLEDGED_S, headers={"Nats-Expected-Stream": subjects.STREAM}
+                subjects.raw(chunk.run, chunk.node),
+                data,
+                timeout=ACKNOWLEDGED_S,
+                headers={"Nats-Expected-Stream": subjects.STREAM},
             )
-        except (Error, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, Error, OSError) as error:
             self._failed(chunk, error)
         else:
             self.num_published += 1

@@ -62,9 +62,9 @@ class SpoolCursor:
             if found is None and (kept := covering(self.folder, known)) is not None:
                 return self._next_kept(kept, max_bytes)
         if self._kept is not None:
-            piece = self._next_kept(self._kept, max_bytes)
-            if piece is not None:
-                return piece
+            part = self._next_kept(self._kept, max_bytes)
+            if part is not None:
+                return part
         return self._begin(-1 if known is None else known if isinstance(known, int) else known.last, max_bytes)
 
     def head(self) -> tuple[int, FilePlace, int]:

@@ -35,9 +35,7 @@ class Fleet:
 
     def restarted(self, name: str = "j1") -> CopiedRuns:
         self.joined.mkdir(exist_ok=True)
-        self.copies = CopiedRuns(
-            self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append
-        )
+        self.copies = CopiedRuns(self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append)
         return self.copies
 
     def talk(self, *, is_drained: bool = True) -> None:
@@ -170,7 +168,7 @@ def test_a_spool_is_its_first_node_s_and_the_other_is_named(tmp_path: Path) -> N
 
     assert spool_bytes(fleet.joined / "run" / "spool" / FOLDER) == {"000000.spool": b"right" * 100}
     assert spool_bytes(fleet.joined / "run" / "spool" / "r00004-0123abcd") == {"000000.spool": b"its own"}
-    assert [one for one in fleet.problems if f"spool {FOLDER} is node a's" in one and "from b" in one]
+    assert [one for one in fleet.problems if f"spool {FOLDER} is node a's" in one and "node b sends it too" in one]
 
 
 @pytest.mark.parametrize("run", ["../out", "a/b", "", ".hidden", "new\nline", "x" * 300])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -62,10 +63,8 @@ class Shipper:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(self.shipping.run())
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             self.is_drained = self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError:
-            pass
 
     def drop(self) -> None:
         """End it as a kill does: it says nothing to anybody."""
@@ -167,9 +166,7 @@ def broker(tmp_path: Path) -> Iterator[NatsBroker]:
 
 
 @pytest.mark.parametrize(("layout", "num_nodes"), [("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2)])
-def test_a_fleet_comes_to_the_bytes_of_one_daemon(
-    tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int
-) -> None:
+def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
     run = recorded(tmp_path / "whole", layout)
     nodes = split(run, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url)
