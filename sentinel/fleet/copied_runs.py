@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
-from sentinel.fleet.sealed import VERSION, Answer, Beat, Chunk, FilePlace, SpoolHead, SpoolHeld
+from sentinel.fleet.sealed import VERSION, Answer, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.printable import printable
@@ -49,7 +49,7 @@ class _Run:
         """Node -> when its newest beat came, monotonic seconds."""
         self.seen_until: dict[str, float] = {}
         """Node -> the moment of this clock as of which its heads are known."""
-        self.held: deque[tuple[float, Chunk]] = deque()
+        self.held: deque[tuple[float, SpoolChunk]] = deque()
 
 
 class CopiedRuns:
@@ -100,7 +100,7 @@ class CopiedRuns:
                 and _is_beyond(head.head, known.copies[folder].place)
             )
 
-    def take_chunk(self, chunk: Chunk) -> None:
+    def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in a chunk, which is written when every node of its run has spoken since."""
         with self._lock:
             self.counts["chunks"] += 1
@@ -160,7 +160,7 @@ class CopiedRuns:
             num_new += self._write(run, chunk)
         return num_new
 
-    def _write(self, run: _Run, chunk: Chunk) -> int:
+    def _write(self, run: _Run, chunk: SpoolChunk) -> int:
         copy = run.copies[chunk.folder]
         repeated, dropped = copy.num_repeated, copy.num_dropped
         try:

@@ -28,7 +28,7 @@ class FilePlace(msgspec.Struct, frozen=True, array_like=True):
     offset: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
+class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Bytes of one file of a spool."""
 
     version: int
@@ -112,15 +112,15 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Nothing waits in the stream: what was published and is not held is lost."""
 
 
-Sealed = TypeVar("Sealed", Chunk, Beat, Answer)
+Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[type[Chunk | Beat | Answer], msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Chunk, Beat, Answer)
+_DECODERS: dict[type[SpoolChunk | Beat | Answer], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer)
 }
 
 
-def seal(message: Chunk | Beat | Answer) -> bytes:
+def seal(message: SpoolChunk | Beat | Answer) -> bytes:
     """Return the bytes of a message."""
     body = _ENCODER.encode(message)
     return crc32(body).to_bytes(_CRC_BYTES, "little") + body

@@ -22,7 +22,7 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.joining import Joining
+from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.overheard import overhear
 from sentinel.fleet.shipping import Shipping
@@ -30,6 +30,7 @@ from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
 from sentinel.wire.spool import read_ack, write_ack
 
+from ..support.certificates import write_pair
 from ..support.nats_broker import NatsBroker
 from ..support.results import anomalies, decisions, result_bytes
 from ..support.serving import NOW, judge_run, loaded_packs, small_run
@@ -88,8 +89,8 @@ class Join:
         self.run_dir = directory / "run"
         self.problems: list[str] = []
         self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
-        self.joining = Joining(self.copies, BrokerConfig(server=url))
-        self.joining.start()
+        self.intake = JoinIntake(self.copies, BrokerConfig(server=url))
+        self.intake.start()
         self.run: ServedRun | None = None
 
     def turn(self) -> None:
@@ -103,7 +104,7 @@ class Join:
 
     def drop(self) -> None:
         """End it with nothing kept that is not on the disk."""
-        self.joining.close()
+        self.intake.close()
         if self.run is not None:
             self.run.close()
 
@@ -261,6 +262,19 @@ def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path:
     for path in run.directory.rglob("*.spool"):
         assert (join.run_dir / path.relative_to(run.directory)).read_bytes() == path.read_bytes()
     assert_same(run.directory, join.run_dir)
+
+
+def test_tls_and_a_login_from_a_file(tmp_path: Path) -> None:
+    certificate, key = write_pair(tmp_path)
+    config = f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}\nauthorization {{ user: node, password: "se cret" }}'
+    login = tmp_path / "login"
+    login.write_text("node\nse cret\n")
+    login.chmod(0o600)
+    with NatsBroker(tmp_path / "broker", config) as broker:
+        config = BrokerConfig(server=broker.url.replace("nats:", "tls:"), ca_file=str(certificate), login_file=str(login))
+        assert asyncio.run(overhear(config, 0.1)) == []
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(overhear(BrokerConfig(server=config.server, login_file=str(login)), 0.1))
 
 
 def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Joining: takes what nodes publish, and answers them, in a thread of its own beside the daemon that judges the copies."""
+"""JoinIntake: takes what nodes publish, and answers them, in a thread beside the daemon that judges the copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_stream
 from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.sealed import Beat, Chunk, seal, unseal
+from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -30,7 +30,7 @@ CHECK_S = 2.0
 """A consumer that brought nothing for so long is looked for: a broker that restarted may have forgotten it."""
 
 
-class Joining:
+class JoinIntake:
     """The work of `sentinel join` that is not the daemon's. `close` ends it."""
 
     def __init__(self, copies: CopiedRuns, broker: BrokerConfig, *, stream_bytes: int = STREAM_BYTES) -> None:
@@ -157,7 +157,7 @@ class Joining:
     def _take_message(self, message: Msg) -> None:
         self._newest_seq = max(self._newest_seq, message.metadata.sequence.stream)
         try:
-            chunk = unseal(message.data, Chunk)
+            chunk = unseal(message.data, SpoolChunk)
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
