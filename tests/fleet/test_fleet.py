@@ -74,6 +74,12 @@ class Shipper:
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(20)
 
+    def pause(self) -> Callable[[], None]:
+        """Have it do nothing, beats neither, until what this returns is called: SIGSTOP and SIGCONT."""
+        goes_on = threading.Event()
+        self._loop.call_soon_threadsafe(goes_on.wait, 60.0)
+        return goes_on.set
+
     def end(self) -> bool:
         """Have it end in order; returns whether the join holds everything."""
         self.shipping.stop()
@@ -212,6 +218,41 @@ def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: Nat
     judge_run(run.directory, CONFIG, is_over=True)
     assert_same(run.directory, join.run_dir)
     assert not join.problems
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False], ids=["waited for", "control: not waited for"])
+def test_a_node_that_is_stopped_for_a_while_changes_nothing(
+    tmp_path: Path, broker: NatsBroker, monkeypatch: pytest.MonkeyPatch, is_waited_for: bool
+) -> None:
+    run = small_run(tmp_path / "whole" / "run")
+    run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+    run.write(4)
+    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
+    join = Join(joined, broker.url)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    if not is_waited_for:
+        monkeypatch.setattr("sentinel.fleet.copied_runs.SILENT_S", 0.0)
+    resume = shippers[1].pause()
+    chunks = join.copies.counts["chunks"]
+    run.write(STEPS - 4)
+    run.end()
+    go_on(run, nodes)
+    wait_for(lambda: join.turn() or join.copies.counts["chunks"] > chunks)
+    if is_waited_for:
+        assert len(decisions(join.run_dir)) == 4
+    else:
+        wait_for(lambda: join.turn() or len(decisions(join.run_dir)) > 4)
+    resume()
+    wait_for(lambda: join.turn() or bytes_of([joined]) >= bytes_of(nodes))
+    assert [one.end() for one in shippers] == [True, True]
+    join.finish()
+
+    judge_run(run.directory, CONFIG, is_over=True)
+    if is_waited_for:
+        assert_same(run.directory, join.run_dir)
+    else:
+        assert result_bytes(run.directory) != result_bytes(join.run_dir)
 
 
 def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:
