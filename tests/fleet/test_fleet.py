@@ -42,6 +42,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {"pp": 1, "dp": 4, "layers": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
     "tp2 dp2": {"pp": 1, "dp": 2, "tp": 2, "layers": 2},
+    "pp4": {"pp": 4, "dp": 1},
+    "pp2 tp2": {"pp": 2, "dp": 1, "tp": 2},
+    "pp2 dp2 tp2": {"pp": 2, "dp": 2, "tp": 2},
+    "dp2 tp4": {"pp": 1, "dp": 2, "tp": 4, "layers": 2},
+    "pp2 vpp2": {"pp": 2, "dp": 1, "vpp": 2, "schedule": "interleaved1f1b"},
+    "pp2 dp2, micro-steps": {"pp": 2, "dp": 2, "per_micro_step": True},
+    "dp2, numbered otherwise": {"pp": 1, "dp": 2, "layers": 2, "shuffle": True},
 }
 CONFIG = DaemonConfig()
 STEPS = 24
@@ -172,7 +179,14 @@ def broker(tmp_path: Path) -> Iterator[NatsBroker]:
         yield running
 
 
-@pytest.mark.parametrize(("layout", "num_nodes"), [("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2)])
+@pytest.mark.parametrize(("layout", "num_nodes"), [
+        ("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (
+            ("pp4", 4), ("pp2 tp2", 2), ("pp2 dp2 tp2", 4), ("pp2 dp2 tp2", 3), ("dp2 tp4", 2), ("pp2 vpp2", 2),
+            ("pp2 dp2, micro-steps", 2), ("dp2, numbered otherwise", 2),
+        )),
+    ],
+)  # fmt: skip
 def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
     run = recorded(tmp_path / "whole", layout)
     nodes = split(run, tmp_path, num_nodes)
