@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
-from sentinel.fleet.sealed import VERSION, Answer, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.sealed import MAX_COMMANDS, VERSION, Answer, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.printable import printable
@@ -198,8 +198,10 @@ class CopiedRuns:
             names = sorted(name for name in os.listdir(folder) if COMMAND_FILE.fullmatch(name))  # noqa: PTH208
         except OSError:
             return {}
+        # A node with many commands names its newest alone: those before them are there.
+        oldest = min(known) if len(known) >= MAX_COMMANDS else ""
         for name in names:
-            if name in known:
+            if name in known or name < oldest:
                 continue
             try:
                 data = (folder / name).read_bytes()

@@ -9,7 +9,17 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
 from sentinel.errors import StoreError
-from sentinel.fleet.sealed import MAX_MESSAGE_BYTES, ROOM_BYTES, VERSION, Answer, Beat, FilePlace, SpoolChunk, SpoolHead
+from sentinel.fleet.sealed import (
+    MAX_COMMANDS,
+    MAX_MESSAGE_BYTES,
+    ROOM_BYTES,
+    VERSION,
+    Answer,
+    Beat,
+    FilePlace,
+    SpoolChunk,
+    SpoolHead,
+)
 from sentinel.fleet.spool_cursor import SpoolCursor, last_index
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
@@ -21,8 +31,6 @@ from sentinel.wire.witness import NAME as WITNESS
 CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
 RESEND_S = 3.0
 """What was published and is not held so long after the stream was drained is published again."""
-MAX_COMMANDS = 512
-"""Newest commands that a beat names."""
 MAX_SPOOLS = 512
 """Most spools of a run of which one beat speaks: those that wait first, then the newest."""
 

@@ -17,6 +17,8 @@ MAX_MESSAGE_BYTES = 512 * 2**10
 """Most bytes of one message: half of what a server takes by default, for clients do not count headers."""
 ROOM_BYTES = 4 * 2**10
 """What of a message is not the bytes of a spool, at most."""
+MAX_COMMANDS = 512
+"""Newest commands that a beat names."""
 _CRC_BYTES = 4
 
 
