@@ -29,7 +29,7 @@ def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
     """
     try:
         found = asyncio.run(overhear(broker, listen_s))
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise StoreError(f"{broker.shown}: expected a NATS server, got no answer within 5 s") from error
     if as_json:
         click.echo(b"\n".join(map(msgspec.json.encode, found)).decode())

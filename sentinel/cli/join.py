@@ -57,7 +57,7 @@ def join(
     from sentinel.daemon.daemon import Daemon, ServeOptions
     from sentinel.fleet.broker import nats_client
     from sentinel.fleet.copied_runs import CopiedRuns
-    from sentinel.fleet.joining import Joining
+    from sentinel.fleet.join_intake import JoinIntake
     from sentinel.private_files import make_directory
 
     begin_log(sys.stderr, log_format, log_level)
@@ -77,9 +77,9 @@ def join(
         daemon = Daemon(options, os.environ, sys.stderr)
     except ConfigError as error:
         raise placed(error, config_file) if config_file else error from error
-    joining = Joining(copies, broker, stream_bytes=stream_mib << 20)
-    joining.start()
+    intake = JoinIntake(copies, broker, stream_bytes=stream_mib << 20)
+    intake.start()
     try:
         return daemon.run()
     finally:
-        joining.close()
+        intake.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
-from sentinel.fleet.sealed import VERSION, Answer, Beat, Chunk, FilePlace, SpoolHead, SpoolHeld
+from sentinel.fleet.sealed import MAX_COMMANDS, VERSION, Answer, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.printable import printable
@@ -49,7 +49,7 @@ class _Run:
         """Node -> when its newest beat came, monotonic seconds."""
         self.seen_until: dict[str, float] = {}
         """Node -> the moment of this clock as of which its heads are known."""
-        self.held: deque[tuple[float, Chunk]] = deque()
+        self.held: deque[tuple[float, SpoolChunk]] = deque()
 
 
 class CopiedRuns:
@@ -64,7 +64,9 @@ class CopiedRuns:
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`. on_problem: told of each thing that is refused, once."""
+        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`.
+
+        on_problem: told of each thing that is refused, once."""
         self.directory, self.join = directory, join
         self.counts: Counter[str] = Counter()
         """chunks, bytes, repeated, early, refused: since the beginning."""
@@ -98,7 +100,7 @@ class CopiedRuns:
                 and _is_beyond(head.head, known.copies[folder].place)
             )
 
-    def take_chunk(self, chunk: Chunk) -> None:
+    def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in a chunk, which is written when every node of its run has spoken since."""
         with self._lock:
             self.counts["chunks"] += 1
@@ -158,7 +160,7 @@ class CopiedRuns:
             num_new += self._write(run, chunk)
         return num_new
 
-    def _write(self, run: _Run, chunk: Chunk) -> int:
+    def _write(self, run: _Run, chunk: SpoolChunk) -> int:
         copy = run.copies[chunk.folder]
         repeated, dropped = copy.num_repeated, copy.num_dropped
         try:
@@ -196,8 +198,10 @@ class CopiedRuns:
             names = sorted(name for name in os.listdir(folder) if COMMAND_FILE.fullmatch(name))  # noqa: PTH208
         except OSError:
             return {}
+        # A node with many commands names its newest alone: those before them are there.
+        oldest = min(known) if len(known) >= MAX_COMMANDS else ""
         for name in names:
-            if name in known:
+            if name in known or name < oldest:
                 continue
             try:
                 data = (folder / name).read_bytes()
@@ -243,7 +247,7 @@ class CopiedRuns:
             known.owners[folder], known.copies[folder] = node, SpoolCopy(path)
             return ""
         if owner != node:
-            why = f"run {run}: spool {folder} is node {owner}'s, and node {node} sends it too: nothing of it is taken from {node}"
+            why = f"run {run}: spool {folder} is node {owner}'s, and node {node} sends it too: that is refused"
             self._refuse(f"{run}/{folder}/{node}", why)
             return why
         return ""

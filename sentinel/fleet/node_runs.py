@@ -9,7 +9,17 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
 from sentinel.errors import StoreError
-from sentinel.fleet.sealed import MAX_MESSAGE_BYTES, ROOM_BYTES, VERSION, Answer, Beat, Chunk, FilePlace, SpoolHead
+from sentinel.fleet.sealed import (
+    MAX_COMMANDS,
+    MAX_MESSAGE_BYTES,
+    ROOM_BYTES,
+    VERSION,
+    Answer,
+    Beat,
+    FilePlace,
+    SpoolChunk,
+    SpoolHead,
+)
 from sentinel.fleet.spool_cursor import SpoolCursor, last_index
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
@@ -21,8 +31,6 @@ from sentinel.wire.witness import NAME as WITNESS
 CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
 RESEND_S = 3.0
 """What was published and is not held so long after the stream was drained is published again."""
-MAX_COMMANDS = 512
-"""Newest commands that a beat names."""
 MAX_SPOOLS = 512
 """Most spools of a run of which one beat speaks: those that wait first, then the newest."""
 
@@ -80,7 +88,7 @@ class NodeRuns:
             for folder in sorted(folders - run.spools.keys()):
                 run.spools[folder] = _Spool(path / "spool" / folder)
 
-    def next(self) -> Iterator[Chunk]:
+    def next(self) -> Iterator[SpoolChunk]:
         """Yield the next chunk of each spool that has one and of which the join has said how far it holds it."""
         for name, run in self._runs.items():
             for folder, spool in run.spools.items():
@@ -88,12 +96,12 @@ class NodeRuns:
                     continue
                 piece = spool.cursor.next(CHUNK_BYTES)
                 if piece is not None:
-                    yield Chunk(
+                    yield SpoolChunk(
                         version=VERSION, node=self.node, run=name, folder=folder, file=piece.file, offset=piece.offset,
                         after=piece.after, size=piece.size, data=piece.data,
                     )  # fmt: skip
 
-    def take_back(self, chunk: Chunk) -> None:
+    def take_back(self, chunk: SpoolChunk) -> None:
         """Have a chunk that could not be published read again, and all behind it."""
         spool = self._spool(chunk.run, chunk.folder)
         if spool is None:

@@ -5,7 +5,7 @@ A message is the crc32 of its body, 4 bytes, little-endian, and the body in msgp
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ MAX_MESSAGE_BYTES = 512 * 2**10
 """Most bytes of one message: half of what a server takes by default, for clients do not count headers."""
 ROOM_BYTES = 4 * 2**10
 """What of a message is not the bytes of a spool, at most."""
+MAX_COMMANDS = 512
+"""Newest commands that a beat names."""
 _CRC_BYTES = 4
 
 
@@ -28,7 +30,7 @@ class FilePlace(msgspec.Struct, frozen=True, array_like=True):
     offset: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
+class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Bytes of one file of a spool."""
 
     version: int
@@ -112,13 +114,15 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Nothing waits in the stream: what was published and is not held is lost."""
 
 
-Sealed = TypeVar("Sealed", Chunk, Beat, Answer)
+Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in (Chunk, Beat, Answer)}
+_DECODERS: dict[type[SpoolChunk | Beat | Answer], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer)
+}
 
 
-def seal(message: Chunk | Beat | Answer) -> bytes:
+def seal(message: SpoolChunk | Beat | Answer) -> bytes:
     """Return the bytes of a message."""
     body = _ENCODER.encode(message)
     return crc32(body).to_bytes(_CRC_BYTES, "little") + body

@@ -1,4 +1,4 @@
-"""Shipping: publishes the spools of one machine, and lets the join say how far. The spools are what lasts: no state of its own.
+"""Shipping: publishes the spools of one machine, and lets the join say how far. It has no state: the spools last.
 
 What a broker does not take, or lost after it took it, is read from the spool again; a trainer notices nothing of either.
 """
@@ -15,7 +15,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.sealed import Answer, Chunk, seal, unseal
+from sentinel.fleet.sealed import Answer, SpoolChunk, seal, unseal
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -132,7 +132,7 @@ class Shipping:
                 break
         return has_moved
 
-    async def _publish(self, jetstream: JetStreamContext, chunk: Chunk, data: bytes) -> None:
+    async def _publish(self, jetstream: JetStreamContext, chunk: SpoolChunk, data: bytes) -> None:
         from nats.errors import Error
 
         try:
@@ -142,7 +142,7 @@ class Shipping:
                 timeout=ACKNOWLEDGED_S,
                 headers={"Nats-Expected-Stream": subjects.STREAM},
             )
-        except (Error, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, Error, OSError) as error:
             self._failed(chunk, error)
         else:
             self.num_published += 1
@@ -151,7 +151,7 @@ class Shipping:
         finally:
             self._flying_bytes -= len(data)
 
-    def _failed(self, chunk: Chunk, error: Exception) -> None:
+    def _failed(self, chunk: SpoolChunk, error: Exception) -> None:
         self._runs.take_back(chunk)
         self._num_failures += 1
         self._paused_until = time.monotonic() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self._num_failures, 10))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from sentinel.errors import WireError
-from sentinel.fleet.sealed import Chunk, FilePlace
+from sentinel.fleet.sealed import FilePlace, SpoolChunk
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.private_files import create_file, make_directory
 from sentinel.wire.spool import read_ack
@@ -29,14 +29,14 @@ class SpoolCopy:
         """Chunks of which all was there already."""
         self.num_dropped = 0
         """Chunks that came too early for the room that there is."""
-        self._early: dict[tuple[str, int], Chunk] = {}
+        self._early: dict[tuple[str, int], SpoolChunk] = {}
         self._early_bytes = 0
         self._part: tuple[str, int] = ("", 0)
         """(thinned file of which a part is here, bytes of it)"""
         self.place = self._found()
         """Behind all that is here."""
 
-    def take(self, chunk: Chunk) -> int:
+    def take(self, chunk: SpoolChunk) -> int:
         """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
         last = last_index(chunk.file)
         if last < 0 or last > MAX_INDEX or chunk.offset < 0 or len(chunk.file) > 64:
@@ -71,7 +71,7 @@ class SpoolCopy:
                 with contextlib.suppress(OSError):
                     (self.folder / name).unlink()
 
-    def _write(self, chunk: Chunk) -> int | None:
+    def _write(self, chunk: SpoolChunk) -> int | None:
         """Return the bytes of a chunk that were written; None: what is before it is not there yet."""
         is_whole = isinstance(read_name(chunk.file), int)
         if chunk.file == self.place.file:
@@ -98,7 +98,7 @@ class SpoolCopy:
         self.place = FilePlace(name, offset + len(data))
         return len(data)
 
-    def _append_part(self, chunk: Chunk) -> int | None:
+    def _append_part(self, chunk: SpoolChunk) -> int | None:
         """Collect a thinned file beside its name, which it gets once it is whole: readers take it for whole."""
         if chunk.offset == 0:
             self._part = (chunk.file, 0)
@@ -118,7 +118,7 @@ class SpoolCopy:
             self.place = FilePlace(chunk.file, chunk.size)
         return len(chunk.data)
 
-    def _keep(self, chunk: Chunk) -> None:
+    def _keep(self, chunk: SpoolChunk) -> None:
         key = (chunk.file, chunk.offset)
         if key in self._early:
             self.num_repeated += 1

@@ -13,8 +13,8 @@ from sentinel.wire.frame import peek
 from sentinel.wire.spool_files import KeptFile, covering, file_name, list_files, list_kept, next_place, read_name
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """Bytes of one file, as `Chunk` has them."""
+class SpoolPiece(msgspec.Struct, frozen=True):
+    """Bytes of one file, as `SpoolChunk` has them."""
 
     file: str
     offset: int
@@ -45,7 +45,7 @@ class SpoolCursor:
         """Go on at another place."""
         self.place, self._kept, self._kept_offset = place, None, 0
 
-    def next(self, max_bytes: int) -> Piece | None:
+    def next(self, max_bytes: int) -> SpoolPiece | None:
         """Return the next bytes, up to `max_bytes`, as far as possible whole frames; None: there are none just now."""
         known = read_name(self.place.file)
         if isinstance(known, int) and self._kept is None:
@@ -54,7 +54,7 @@ class SpoolCursor:
             found = _read(self.folder / self.place.file, self.place.offset, max_bytes)
             if found is not None and found[0]:
                 data = found[0][: _aligned(found[0])]
-                piece = Piece(self.place.file, self.place.offset, self.place, 0, data)
+                piece = SpoolPiece(self.place.file, self.place.offset, self.place, 0, data)
                 self.place = piece.end
                 return piece
             if found is not None and not has_next and next_place(self.folder, known) is None:
@@ -62,9 +62,9 @@ class SpoolCursor:
             if found is None and (kept := covering(self.folder, known)) is not None:
                 return self._next_kept(kept, max_bytes)
         if self._kept is not None:
-            piece = self._next_kept(self._kept, max_bytes)
-            if piece is not None:
-                return piece
+            part = self._next_kept(self._kept, max_bytes)
+            if part is not None:
+                return part
         return self._begin(-1 if known is None else known if isinstance(known, int) else known.last, max_bytes)
 
     def head(self) -> tuple[int, FilePlace, int]:
@@ -84,7 +84,7 @@ class SpoolCursor:
         newest = max(sizes, key=lambda name: (last_index(name), "-" not in name))
         return first, FilePlace(newest, sizes[newest]), waiting
 
-    def _begin(self, after: int, max_bytes: int) -> Piece | None:
+    def _begin(self, after: int, max_bytes: int) -> SpoolPiece | None:
         """Return the first bytes of whatever comes behind an index."""
         index = next_place(self.folder, after)
         if index is None:
@@ -95,11 +95,11 @@ class SpoolCursor:
             return None if kept is None else self._next_kept(kept, max_bytes)
         if not found[0]:
             return None
-        piece = Piece(file_name(index), 0, self.place, 0, found[0][: _aligned(found[0])])
+        piece = SpoolPiece(file_name(index), 0, self.place, 0, found[0][: _aligned(found[0])])
         self.place = piece.end
         return piece
 
-    def _next_kept(self, kept: KeptFile, max_bytes: int) -> Piece | None:
+    def _next_kept(self, kept: KeptFile, max_bytes: int) -> SpoolPiece | None:
         if kept != self._kept:
             self._kept, self._kept_offset = kept, 0
         found = _read(self.folder / kept.name, self._kept_offset, max_bytes)
@@ -107,7 +107,7 @@ class SpoolCursor:
             self._kept, self._kept_offset = None, 0
             return None
         data, size = found
-        piece = Piece(kept.name, self._kept_offset, self.place, size, data)
+        piece = SpoolPiece(kept.name, self._kept_offset, self.place, size, data)
         self._kept_offset += len(data)
         if self._kept_offset >= size:
             self.seek(piece.end)

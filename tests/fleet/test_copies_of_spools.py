@@ -12,7 +12,7 @@ from sentinel.errors import ConfigError, WireError
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import SILENT_S, CopiedRuns
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
-from sentinel.fleet.sealed import Answer, Beat, Chunk, FilePlace, seal, unseal
+from sentinel.fleet.sealed import Answer, Beat, FilePlace, SpoolChunk, seal, unseal
 from sentinel.fleet.spool_cursor import SpoolCursor
 from sentinel.fleet.subjects import raw, token
 from sentinel.wire.spool import read_ack, write_ack
@@ -48,10 +48,10 @@ class Fleet:
                 if answer is not None:
                     node.take_answer(unseal(seal(answer), Answer))
 
-    def chunks(self, node: str) -> Iterator[Chunk]:
+    def chunks(self, node: str) -> Iterator[SpoolChunk]:
         while found := list(self.nodes[node].next()):
             for chunk in found:
-                yield unseal(seal(chunk), Chunk)
+                yield unseal(seal(chunk), SpoolChunk)
 
     def settle(self) -> None:
         """Have everything sent, and released."""
@@ -81,7 +81,7 @@ def test_a_spool_is_the_same_whatever_is_lost_repeated_and_out_of_order(tmp_path
     rng = random.Random(seed)
     fleet = Fleet(tmp_path, "a")
     spool = tmp_path / "a" / "run" / "spool" / FOLDER
-    flying: list[Chunk] = []
+    flying: list[SpoolChunk] = []
     for index in range(4):
         for _ in range(rng.randint(1, 4)):
             write(spool, f"{index:06d}.spool", rng.randbytes(rng.randint(1, 600_000)))
@@ -168,13 +168,13 @@ def test_a_spool_is_its_first_node_s_and_the_other_is_named(tmp_path: Path) -> N
 
     assert spool_bytes(fleet.joined / "run" / "spool" / FOLDER) == {"000000.spool": b"right" * 100}
     assert spool_bytes(fleet.joined / "run" / "spool" / "r00004-0123abcd") == {"000000.spool": b"its own"}
-    assert [one for one in fleet.problems if f"spool {FOLDER} is node a's" in one and "from b" in one]
+    assert [one for one in fleet.problems if f"spool {FOLDER} is node a's" in one and "node b sends it too" in one]
 
 
 @pytest.mark.parametrize("run", ["../out", "a/b", "", ".hidden", "new\nline", "x" * 300])
 def test_a_hostile_name_writes_nowhere_and_is_said_once(tmp_path: Path, run: str) -> None:
     fleet = Fleet(tmp_path)
-    chunk = Chunk(1, "a", run, FOLDER, "000000.spool", 0, FilePlace(), 0, b"data")
+    chunk = SpoolChunk(1, "a", run, FOLDER, "000000.spool", 0, FilePlace(), 0, b"data")
     for _ in range(2):
         fleet.copies.take_chunk(chunk)
     fleet.copies.release()
@@ -188,7 +188,7 @@ def test_a_hostile_name_writes_nowhere_and_is_said_once(tmp_path: Path, run: str
 def test_names_of_folders_and_files_are_those_of_spools(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     for folder, file in (("../x", "000000.spool"), (FOLDER, "../ack"), (FOLDER, "ack"), (FOLDER, "000000.spool/x")):
-        fleet.copies.take_chunk(Chunk(1, "a", "run", folder, file, 0, FilePlace(), 0, b"data"))
+        fleet.copies.take_chunk(SpoolChunk(1, "a", "run", folder, file, 0, FilePlace(), 0, b"data"))
     fleet.copies.release()
 
     assert {path.name for path in fleet.joined.rglob("*") if path.is_file()} == {"node"}
@@ -196,13 +196,13 @@ def test_names_of_folders_and_files_are_those_of_spools(tmp_path: Path) -> None:
 
 
 def test_a_message_that_was_changed_on_its_way_is_refused() -> None:
-    data = bytearray(seal(Chunk(1, "a", "run", FOLDER, "000000.spool", 0, FilePlace(), 0, b"data")))
+    data = bytearray(seal(SpoolChunk(1, "a", "run", FOLDER, "000000.spool", 0, FilePlace(), 0, b"data")))
     data[-2] ^= 1
 
     with pytest.raises(WireError, match="expected the crc32"):
-        unseal(bytes(data), Chunk)
+        unseal(bytes(data), SpoolChunk)
     with pytest.raises(WireError, match="expected a beat"):
-        unseal(seal(Chunk(1, "a", "run", FOLDER, "f", 0, FilePlace(), 0, b"")), Beat)
+        unseal(seal(SpoolChunk(1, "a", "run", FOLDER, "f", 0, FilePlace(), 0, b"")), Beat)
 
 
 def test_nothing_is_released_before_the_other_node_has_spoken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -21,14 +22,15 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.joining import Joining
+from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.overheard import overhear
 from sentinel.fleet.shipping import Shipping
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
-from sentinel.wire.spool import read_ack
+from sentinel.wire.spool import read_ack, write_ack
 
+from ..support.certificates import write_pair
 from ..support.nats_broker import NatsBroker
 from ..support.results import anomalies, decisions, result_bytes
 from ..support.serving import NOW, judge_run, loaded_packs, small_run
@@ -40,6 +42,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {"pp": 1, "dp": 4, "layers": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
     "tp2 dp2": {"pp": 1, "dp": 2, "tp": 2, "layers": 2},
+    "pp4": {"pp": 4, "dp": 1},
+    "pp2 tp2": {"pp": 2, "dp": 1, "tp": 2},
+    "pp2 dp2 tp2": {"pp": 2, "dp": 2, "tp": 2},
+    "dp2 tp4": {"pp": 1, "dp": 2, "tp": 4, "layers": 2},
+    "pp2 vpp2": {"pp": 2, "dp": 1, "vpp": 2, "schedule": "interleaved1f1b"},
+    "pp2 dp2, micro-steps": {"pp": 2, "dp": 2, "per_micro_step": True},
+    "dp2, numbered otherwise": {"pp": 1, "dp": 2, "layers": 2, "shuffle": True},
 }
 CONFIG = DaemonConfig()
 STEPS = 24
@@ -62,10 +71,8 @@ class Shipper:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(self.shipping.run())
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             self.is_drained = self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError:
-            pass
 
     def drop(self) -> None:
         """End it as a kill does: it says nothing to anybody."""
@@ -73,6 +80,12 @@ class Shipper:
         assert self._task is not None
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(20)
+
+    def pause(self) -> Callable[[], None]:
+        """Have it do nothing, beats neither, until what this returns is called: SIGSTOP and SIGCONT."""
+        goes_on = threading.Event()
+        self._loop.call_soon_threadsafe(goes_on.wait, 60.0)
+        return goes_on.set
 
     def end(self) -> bool:
         """Have it end in order; returns whether the join holds everything."""
@@ -89,8 +102,8 @@ class Join:
         self.run_dir = directory / "run"
         self.problems: list[str] = []
         self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
-        self.joining = Joining(self.copies, BrokerConfig(server=url))
-        self.joining.start()
+        self.intake = JoinIntake(self.copies, BrokerConfig(server=url))
+        self.intake.start()
         self.run: ServedRun | None = None
 
     def turn(self) -> None:
@@ -104,7 +117,7 @@ class Join:
 
     def drop(self) -> None:
         """End it with nothing kept that is not on the disk."""
-        self.joining.close()
+        self.intake.close()
         if self.run is not None:
             self.run.close()
 
@@ -140,6 +153,16 @@ def split(run: SyntheticRun, where: Path, num_nodes: int) -> list[Path]:
     return found
 
 
+def go_on(run: SyntheticRun, nodes: list[Path]) -> None:
+    """Append to the spools of nodes what the run has written since."""
+    for node in nodes:
+        for folder in (node / "run" / "spool").iterdir():
+            for path in sorted((run.directory / "spool" / folder.name).glob("*.spool")):
+                there = folder / path.name
+                with there.open("ab") as file:
+                    file.write(path.read_bytes()[file.tell() :])
+
+
 def bytes_of(directories: list[Path]) -> int:
     return sum(path.stat().st_size for one in directories for path in one.rglob("*.spool"))
 
@@ -156,7 +179,14 @@ def broker(tmp_path: Path) -> Iterator[NatsBroker]:
         yield running
 
 
-@pytest.mark.parametrize(("layout", "num_nodes"), [("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2)])
+@pytest.mark.parametrize(("layout", "num_nodes"), [
+        ("pp2 dp2", 2), ("dp4", 4), ("tp2 dp2", 2),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (
+            ("pp4", 4), ("pp2 tp2", 2), ("pp2 dp2 tp2", 4), ("pp2 dp2 tp2", 3), ("dp2 tp4", 2), ("pp2 vpp2", 2),
+            ("pp2 dp2, micro-steps", 2), ("dp2, numbered otherwise", 2),
+        )),
+    ],
+)  # fmt: skip
 def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
     run = recorded(tmp_path / "whole", layout)
     nodes = split(run, tmp_path, num_nodes)
@@ -175,39 +205,68 @@ def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBr
 
 
 def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", file_bytes=40_000)
-    nodes = split(run, tmp_path, 2)
-    # The second node has a third of its spools now, and the rest when the broker has lost what it held.
-    later = {path: path.read_bytes() for path in nodes[1].rglob("*.spool")}
-    for path, data in later.items():
-        index = int(path.name[:6])
-        if index == 0:
-            path.write_bytes(data[: len(data) * 2 // 3])
-        else:
-            path.unlink()
-    joined, total = tmp_path / "joined", bytes_of([tmp_path / "node0"]) + sum(map(len, later.values()))
+    run = small_run(tmp_path / "whole" / "run", file_bytes=40_000)
+    run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+    run.write(10)
+    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
     join = Join(joined, broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
     join.drop()
     # Nobody takes anything: what is published now lies in the broker alone, which loses it.
-    published = shippers[1].shipping.num_published
-    for path, data in later.items():
-        path.write_bytes(data)
-    wait_for(lambda: shippers[1].shipping.num_published >= published + 2)
+    published = [one.shipping.num_published for one in shippers]
+    run.write(STEPS - 10)
+    run.end()
+    go_on(run, nodes)
+    wait_for(lambda: all(one.shipping.num_published > before for one, before in zip(shippers, published, strict=True)))
     broker.kill()
     assert broker.lose_messages() > 0
     shippers[0].drop()
     broker.start()
     shippers[0] = Shipper(nodes[0], "node0", broker.url)
     join = Join(joined, broker.url, "j2")
-    here = lambda: sum(path.stat().st_size for path in joined.rglob("*.spool"))  # noqa: E731
-    wait_for(lambda: join.turn() or here() >= total)
+    wait_for(lambda: join.turn() or bytes_of([joined]) >= bytes_of(nodes))
     assert [one.end() for one in shippers] == [True, True]
     join.finish()
 
+    judge_run(run.directory, CONFIG, is_over=True)
     assert_same(run.directory, join.run_dir)
     assert not join.problems
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False], ids=["waited for", "control: not waited for"])
+def test_a_node_that_is_stopped_for_a_while_changes_nothing(
+    tmp_path: Path, broker: NatsBroker, monkeypatch: pytest.MonkeyPatch, is_waited_for: bool
+) -> None:
+    run = small_run(tmp_path / "whole" / "run")
+    run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+    run.write(4)
+    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
+    join = Join(joined, broker.url)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    if not is_waited_for:
+        monkeypatch.setattr("sentinel.fleet.copied_runs.SILENT_S", 0.0)
+    resume = shippers[1].pause()
+    chunks = join.copies.counts["chunks"]
+    run.write(STEPS - 4)
+    run.end()
+    go_on(run, nodes)
+    wait_for(lambda: join.turn() or join.copies.counts["chunks"] > chunks)
+    if is_waited_for:
+        assert len(decisions(join.run_dir)) == 4
+    else:
+        wait_for(lambda: join.turn() or len(decisions(join.run_dir)) > 4)
+    resume()
+    wait_for(lambda: join.turn() or bytes_of([joined]) >= bytes_of(nodes))
+    assert [one.end() for one in shippers] == [True, True]
+    join.finish()
+
+    judge_run(run.directory, CONFIG, is_over=True)
+    if is_waited_for:
+        assert_same(run.directory, join.run_dir)
+    else:
+        assert result_bytes(run.directory) != result_bytes(join.run_dir)
 
 
 def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:
@@ -221,13 +280,10 @@ def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: P
         there = path / "run" / "control" / f"{command.seq:06d}.json"
         wait_for(lambda there=there: there.exists())
         assert there.read_bytes() == (join.run_dir / "control" / there.name).read_bytes()
-    assert join.run is not None
-    for _ in range(3):  # What two snapshots do not need is acknowledged.
-        join.run._commits.keep(join.run._stages)
     folders = [folder for path in nodes for folder in (path / "run" / "spool").iterdir()]
-    wait_for(lambda: all(read_ack(folder) > (0, 0) for folder in folders))
-    for folder in folders:
-        assert read_ack(folder) == read_ack(join.run_dir / "spool" / folder.name)
+    for number, folder in enumerate(folders, 1):
+        write_ack(join.run_dir / "spool" / folder.name, 0, 1000 * number)
+    wait_for(lambda: [read_ack(folder) for folder in folders] == [(0, 1000 * number) for number in range(1, 5)])
 
     def all_held() -> Any:
         found = asyncio.run(overhear(BrokerConfig(server=broker.url), 0.6))
@@ -263,6 +319,19 @@ def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path:
     assert_same(run.directory, join.run_dir)
 
 
+def test_tls_and_a_login_from_a_file(tmp_path: Path) -> None:
+    certificate, key = write_pair(tmp_path)
+    config = f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}\nauthorization {{ user: node, password: "se cret" }}'
+    login = tmp_path / "login"
+    login.write_text("node\nse cret\n")
+    login.chmod(0o600)
+    with NatsBroker(tmp_path / "broker", config) as broker:
+        config = BrokerConfig(server=broker.url.replace("nats:", "tls:"), ca_file=str(certificate), login_file=str(login))
+        assert asyncio.run(overhear(config, 0.1)) == []
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(overhear(BrokerConfig(server=config.server, login_file=str(login)), 0.1))
+
+
 def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen([sys.executable, "-m", "sentinel.cli", *arguments], stdout=output, stderr=output)
@@ -283,15 +352,14 @@ def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: Nats
         },
     }
     running = {name: begin() for name, begin in processes.items()}
-    here = lambda: sum(path.stat().st_size for path in joined.rglob("*.spool"))  # noqa: E731
     try:
         for name in ("node0", "join", "node1"):
-            before = here()
-            wait_for(lambda before=before: here() > before or here() >= bytes_of(nodes))
+            before = bytes_of([joined])
+            wait_for(lambda before=before: bytes_of([joined]) > before or bytes_of([joined]) >= bytes_of(nodes))
             os.kill(running[name].pid, signal.SIGKILL)
             running[name].wait()
             running[name] = processes[name]()
-        wait_for(lambda: here() >= bytes_of(nodes), log.read_text())
+        wait_for(lambda: bytes_of([joined]) >= bytes_of(nodes), log.read_text())
         wait_for(lambda: (joined / "run" / ".daemon" / "journal.sqlite").exists() and len(decisions(joined / "run")) >= 200)
         for name in (*(path.name for path in nodes), "join"):
             running[name].send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Joining: takes what nodes publish, and answers them, in a thread of its own beside the daemon that judges the copies."""
+"""JoinIntake: takes what nodes publish, and answers them, in a thread beside the daemon that judges the copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_stream
 from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.sealed import Beat, Chunk, seal, unseal
+from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -30,7 +30,7 @@ CHECK_S = 2.0
 """A consumer that brought nothing for so long is looked for: a broker that restarted may have forgotten it."""
 
 
-class Joining:
+class JoinIntake:
     """The work of `sentinel join` that is not the daemon's. `close` ends it."""
 
     def __init__(self, copies: CopiedRuns, broker: BrokerConfig, *, stream_bytes: int = STREAM_BYTES) -> None:
@@ -109,18 +109,16 @@ class Joining:
             try:
                 await ensure_stream(jetstream, self._stream_bytes)
                 await self._take_all(jetstream)
-            except (Error, asyncio.TimeoutError, OSError) as error:
+            except (TimeoutError, Error, OSError) as error:
                 self.is_connected = self._is_drained = False
-                problem = (
-                    f"the stream cannot be read: {getattr(error, 'description', None) or error or type(error).__name__}"
-                )
+                words = getattr(error, "description", None) or str(error) or type(error).__name__
+                problem = f"the stream cannot be read: {words}"
                 if problem != self.problem:
                     self.problem = problem
                     log.warning("join: %s; it is tried again", problem)
                 await asyncio.sleep(0.5)
 
     async def _take_all(self, jetstream: JetStreamContext) -> None:
-        from nats.errors import TimeoutError as NothingCame
         from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
         # From the beginning of what is there, by no durable state: what was taken before is dropped by its place.
@@ -141,7 +139,7 @@ class Joining:
                     await asyncio.sleep(RELEASE_S)
                     continue
                 messages: list[Msg] = []
-                with contextlib.suppress(NothingCame):
+                with contextlib.suppress(asyncio.TimeoutError):
                     messages = await taking.fetch(BATCH, timeout=FETCH_S)
                 for message in messages:
                     self._take_message(message)
@@ -159,7 +157,7 @@ class Joining:
     def _take_message(self, message: Msg) -> None:
         self._newest_seq = max(self._newest_seq, message.metadata.sequence.stream)
         try:
-            chunk = unseal(message.data, Chunk)
+            chunk = unseal(message.data, SpoolChunk)
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
