@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -244,3 +245,14 @@ def read_trace(path: Path) -> TracedStep:
     if missing:
         raise WireError(f"{path}: its head names {missing[0]!r}, which it does not hold")
     return TracedStep(head, tensors)
+
+
+def read_traces(paths: Iterable[TracePath], problems: list[str]) -> Iterator[TracedStep]:
+    """Yield the traces of steps, one at a time; what a ring let go meanwhile is left out. problems: gets what is none."""
+    for one in paths:
+        try:
+            yield read_trace(one.path)
+        except FileNotFoundError:
+            continue
+        except (WireError, OSError) as error:
+            problems.append(str(error))

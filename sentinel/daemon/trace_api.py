@@ -7,15 +7,14 @@ import heapq
 import itertools
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from sentinel.errors import WireError
-from sentinel.trace import TracedStep, TracePath, TraceRings, read_trace
+from sentinel.trace import TracedStep, TracePath, TraceRings, read_traces
 
 MAX_STEPS = 200
 """Most files in one answer."""
@@ -84,7 +83,7 @@ class TraceQueries:
         steps: list[dict[str, Any]] = []
         num_bytes = 0
         has_more = False
-        for step in _read(chosen, problems):
+        for step in read_traces(chosen, problems):
             if len(steps) >= MAX_STEPS or num_bytes >= MAX_BYTES:
                 has_more = True
                 break
@@ -121,16 +120,6 @@ def numbers_of(picture: Mapping[str, Any]) -> np.ndarray:
     """Return the numbers of a picture of an answer."""
     dtype = np.dtype({name: word for word, name in _DTYPES.items()}[picture["dtype"]]).newbyteorder("<")
     return np.frombuffer(base64.b64decode(picture["data"]), dtype).reshape(picture["shape"])
-
-
-def _read(paths: Iterable[TracePath], problems: list[str]) -> Iterator[TracedStep]:
-    for one in paths:
-        try:
-            yield read_trace(one.path)
-        except FileNotFoundError:
-            continue  # The ring has let it go meanwhile.
-        except (WireError, OSError) as error:
-            problems.append(str(error))
 
 
 def _shown(step: TracedStep, begins: str) -> dict[str, Any]:

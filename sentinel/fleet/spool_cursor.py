@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 
 import msgspec
 
 from sentinel.fleet.sealed import FilePlace
 from sentinel.wire.frame import peek
-from sentinel.wire.spool_files import KeptFile, covering, file_name, list_files, list_kept, next_place, read_name
+from sentinel.wire.spool_files import (
+    KeptFile,
+    covering,
+    file_name,
+    list_files,
+    list_kept,
+    next_place,
+    read_name,
+    read_window,
+)
 
 
 class SpoolPiece(msgspec.Struct, frozen=True):
@@ -51,7 +58,7 @@ class SpoolCursor:
         if isinstance(known, int) and self._kept is None:
             # Looked for before reading: a writer begins a new file only when it has done with the last.
             has_next = (self.folder / file_name(known + 1)).exists()
-            found = _read(self.folder / self.place.file, self.place.offset, max_bytes)
+            found = read_window(self.folder / self.place.file, self.place.offset, max_bytes)
             if found is not None and found[0]:
                 data = found[0][: _aligned(found[0])]
                 piece = SpoolPiece(self.place.file, self.place.offset, self.place, 0, data)
@@ -89,7 +96,7 @@ class SpoolCursor:
         index = next_place(self.folder, after)
         if index is None:
             return None
-        found = _read(self.folder / file_name(index), 0, max_bytes)
+        found = read_window(self.folder / file_name(index), 0, max_bytes)
         if found is None:
             kept = covering(self.folder, index)
             return None if kept is None else self._next_kept(kept, max_bytes)
@@ -102,7 +109,7 @@ class SpoolCursor:
     def _next_kept(self, kept: KeptFile, max_bytes: int) -> SpoolPiece | None:
         if kept != self._kept:
             self._kept, self._kept_offset = kept, 0
-        found = _read(self.folder / kept.name, self._kept_offset, max_bytes)
+        found = read_window(self.folder / kept.name, self._kept_offset, max_bytes)
         if found is None or not found[0]:
             self._kept, self._kept_offset = None, 0
             return None
@@ -126,23 +133,6 @@ def _aligned(data: bytes) -> int:
     while (found := peek(data, at)) is not None and at + found[1] <= len(data):
         at += found[1]
     return at or len(data)
-
-
-def _read(path: Path, offset: int, max_bytes: int) -> tuple[bytes, int] | None:
-    """Return (bytes from an offset on, size of the file); None: there is no such file that may be read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        return os.pread(fd, max_bytes, offset), status.st_size
-    except OSError:
-        return b"", 0
-    finally:
-        os.close(fd)
 
 
 def _size(path: Path) -> int:

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sentinel.aggregate import matches, nearest_names
-from sentinel.errors import ConfigError, WireError
+from sentinel.errors import ConfigError
 from sentinel.history.answer_table import AnswerTable
 from sentinel.history.plots import plot_picture
 from sentinel.known_words import nearest
-from sentinel.trace import TracedStep, TracedTensor, TracePath, TraceRings, read_trace
+from sentinel.trace import TracedStep, TracedTensor, TracePath, TraceRings, read_traces
 
 SCHEMA = pa.schema(
     [
@@ -73,7 +73,7 @@ def answer(question: TraceQuestion, runs: Mapping[str, Path]) -> TraceTable:
     for run, directory in runs.items():
         seen: dict[tuple[str, str], None] = {}
         wanted = _wanted(question, directory)
-        for step in _read(wanted, problems):
+        for step in read_traces(wanted, problems):
             for row, values in _pictures(question, step, seen):
                 num_bytes += 8 * values.size
                 if num_bytes > MOST_BYTES:
@@ -99,16 +99,6 @@ def _wanted(question: TraceQuestion, directory: Path) -> list[TracePath]:
         if (first is None or one.step >= first) and (last is None or one.step <= last)
     }
     return [newest[key] for key in sorted(newest)]
-
-
-def _read(paths: list[TracePath], problems: list[str]) -> Iterator[TracedStep]:
-    for one in paths:
-        try:
-            yield read_trace(one.path)
-        except FileNotFoundError:
-            continue  # The ring has let it go meanwhile.
-        except (WireError, OSError) as error:
-            problems.append(str(error))
 
 
 def _pictures(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,28 @@ def read_name(name: str) -> int | KeptFile | None:
         return int(match[1])
     match = _KEPT.fullmatch(name)
     return KeptFile(int(match[2]), int(match[1]), int(match[3])) if match else None
+
+
+def read_window(path: str | Path, offset: int, max_bytes: int) -> tuple[bytes, int] | None:
+    """Return (bytes behind an offset, size of the file), nothing and 0 where its disk fails; None: there is no such file.
+
+    Opened each time: that is what makes a network file system look again. A pipe or a link has no business in a spool: its
+    other end is not waited for, nor followed.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        wanted = min(max_bytes, max(0, status.st_size - offset))
+        return os.pread(fd, wanted, offset) if wanted else b"", status.st_size
+    except OSError:
+        return b"", 0
+    finally:
+        os.close(fd)
 
 
 def list_files(folder: Path) -> list[int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 import msgspec
 
 from sentinel.wire.frame import DESCRIPTIONS, Corrupt, Foreign, Frame, scan
-from sentinel.wire.spool_files import KeptFile, covering, file_name, next_place
+from sentinel.wire.spool_files import KeptFile, covering, file_name, next_place, read_window
 
 READ_BYTES = 16 * 2**20
 """Most bytes of one file that one poll takes in, unless a single frame is longer."""
@@ -114,24 +113,9 @@ class SpoolReader:
 
     def _read(self, max_bytes: int) -> bytes | None:
         """Return what lies behind the offset, at most max_bytes; None when there is no such file."""
-        # Opened each time: that is what makes a network file system look again.
-        # A pipe or a link has no business here: neither wait for its other end nor follow it.
-        try:
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-            name = file_name(self.file_index) if self._kept is None else self._kept.name
-            fd = os.open(f"{self._folder}/{name}", flags)
-        except OSError:
-            return None
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            wanted = min(max_bytes, max(0, status.st_size - self.offset))
-            return os.pread(fd, wanted, self.offset) if wanted else b""
-        except OSError:
-            return b""
-        finally:
-            os.close(fd)
+        name = file_name(self.file_index) if self._kept is None else self._kept.name
+        found = read_window(f"{self._folder}/{name}", self.offset, max_bytes)
+        return None if found is None else found[0]
 
     def _parse(self, data: bytes, frames: list[Frame], *, is_over: bool, is_whole: bool) -> int:
         """Take the frames out of `data`, which begins at the offset; returns the bytes that are done with."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from sentinel import trace
 from sentinel.collect.probes.trace_writer import StepTrace, TraceWriter
 from sentinel.daemon import trace_api
 from sentinel.daemon.http.tokens import load_tokens
@@ -106,13 +107,13 @@ def test_an_answer_is_bounded_and_says_that_there_is_more(tmp_path: Path, monkey
 def test_one_rank_is_read_alone_and_the_others_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, ranks=3)
     read: list[str] = []
-    read_trace = trace_api.read_trace
+    read_trace = trace.read_trace
 
     def counted(path: Path) -> TracedStep:
         read.append(path.parent.name)
         return read_trace(path)
 
-    monkeypatch.setattr(trace_api, "read_trace", counted)
+    monkeypatch.setattr(trace, "read_trace", counted)
 
     answer = traced(tmp_path, asked(rank="1", after="2"))
 
