@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_intake import JoinIntake
+from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.shipping import Shipping
 from sentinel.ingest.follow import RunFollower
@@ -63,7 +64,7 @@ def shipped(where: Path, nodes: list[Path], num_bytes: int) -> tuple[float, floa
     joined.mkdir()
     with NatsBroker(where / "broker") as broker:
         copies = CopiedRuns(joined, "bench", begin_s=0.0)
-        intake = JoinIntake(copies, BrokerConfig(server=broker.url))
+        intake = JoinIntake(copies, BrokerConfig(server=broker.url), JoinLease("bench", LeaseTimes(takeover_s=0.0)))
         intake.start()
         ships = [Shipping(NodeRuns(path, path.name), BrokerConfig(server=broker.url)) for path in nodes]
         threads = [threading.Thread(target=lambda one=one: asyncio.run(one.run())) for one in ships]

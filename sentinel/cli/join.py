@@ -14,7 +14,7 @@ from sentinel.cli.broker_options import broker_options
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
 
 
@@ -48,8 +48,8 @@ def join(
 ) -> int:
     """Judge the runs of all nodes that ship to the same broker, as `sentinel serve` judges those of one disk.
 
-    DIRECTORY is made where it is missing, and holds the copies of the nodes' spools beside what was found. One join a
-    broker: a second one would take messages from the first.
+    DIRECTORY is made where it is missing, and holds the copies of the nodes' spools beside what was found. Of the joins on
+    one broker one works, and the others stand by for it. One that lost its place to another ends, with exit code 1.
     """
     import logging
 
@@ -58,6 +58,7 @@ def join(
     from sentinel.fleet.broker import nats_client
     from sentinel.fleet.copied_runs import CopiedRuns
     from sentinel.fleet.join_intake import JoinIntake
+    from sentinel.fleet.join_lease import JoinLease
     from sentinel.private_files import make_directory
 
     begin_log(sys.stderr, log_format, log_level)
@@ -67,19 +68,24 @@ def join(
     nats_client()
     read = functools.partial(read_config, config_file, None, None)
     warn = logging.getLogger("sentinel.fleet").warning
-    copies = CopiedRuns(where, f"{socket.gethostname()}/{os.getpid()}", on_problem=warn)
+    name = f"{socket.gethostname()}/{os.getpid()}"
+    copies = CopiedRuns(where, name, on_problem=warn)
+    intake = JoinIntake(copies, broker, JoinLease(name), stream_bytes=stream_mib << 20)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
         notify_socket=os.environ.get("NOTIFY_SOCKET", ""), drain_s=drain_s, on_the_way=copies.on_the_way,
+        standby_of=lambda: intake.standby_of,
     )  # fmt: skip
     try:
         daemon = Daemon(options, os.environ, sys.stderr)
     except ConfigError as error:
         raise placed(error, config_file) if config_file else error from error
-    intake = JoinIntake(copies, broker, stream_bytes=stream_mib << 20)
-    intake.start()
+    intake.start(daemon.stop)
     try:
-        return daemon.run()
+        code = daemon.run()
     finally:
         intake.close()
+    if intake.lost:
+        raise StoreError(f"{where}: {intake.lost}; start it again, and it stands by")
+    return code

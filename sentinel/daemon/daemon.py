@@ -76,6 +76,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Reads that file again for a reload, with what the command line says on top; ConfigError."""
     on_the_way: Callable[[str], Collection[str]] = lambda run: ()
     """Returns the folders of a run's spools of which more is known to exist than has come to this disk; for any thread."""
+    standby_of: Callable[[], str] = lambda: ""
+    """Returns who judges in our place, whatever the locks of runs say; empty: nobody. A daemon that judged before judges no
+    more then, and is to be stopped."""
     is_dry_run: bool = False
     """Nothing is sent: the log says what would be."""
 
@@ -190,7 +193,7 @@ class Daemon:
             self._requests.pause(min(pause, SLOW_POLL_S))
 
     def _turn(self) -> bool:
-        return any(has_moved for _, has_moved in self._runs.each(self._judge))
+        return not self._options.standby_of() and any(has_moved for _, has_moved in self._runs.each(self._judge))
 
     def _judge(self, run: ServedRun) -> bool:
         """Judge what came of a run; return whether anything did."""
@@ -200,7 +203,10 @@ class Daemon:
         return has_moved
 
     def _discover(self, now: float) -> None:
-        self._runs.discover(now)
+        if who := self._options.standby_of():
+            self._runs.stand_by_for(who)
+        else:
+            self._runs.discover(now)
         if self._http is not None:
             self._address.leave(self._http.address)
 
@@ -283,6 +289,8 @@ class Daemon:
         deadline = time.monotonic() + self._options.drain_s
         while self._turn() and time.monotonic() < deadline:
             pass
+        if self._options.standby_of():
+            return True  # what is left is for whoever that is
         for run, is_done in self._runs.each(lambda run: run.finish(time.time(), is_over=is_owned, deadline=deadline)):
             if not is_done:
                 is_complete = False

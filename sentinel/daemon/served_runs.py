@@ -104,6 +104,10 @@ class ServedRuns:
             self._runs[name] = run
             self._joined(run)
 
+    def stand_by_for(self, who: str) -> None:
+        """Serve nothing new, for a process serves all runs that there are, or will be, in our place."""
+        self.held = {"": who}
+
     def close(self) -> None:
         """Close every run, each as far as it is judged."""
         for run in self._runs.values():

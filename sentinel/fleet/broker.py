@@ -1,4 +1,4 @@
-"""The connection to NATS JetStream: how it is made, what its stream is, and what its errors mean."""
+"""The connection to NATS JetStream: how it is made, what its streams are, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.fleet.subjects import RAW, STREAM
+from sentinel.fleet.join_lease import MAX_RECORDS
+from sentinel.fleet.subjects import LEASE, LEASES, RAW, STREAM
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -135,18 +136,25 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     return client
 
 
-async def ensure_stream(jetstream: JetStreamContext, max_bytes: int) -> None:
-    """Make the stream of chunks where there is none. By the join alone: nodes administer no streams."""
+async def ensure_streams(jetstream: JetStreamContext, max_bytes: int) -> None:
+    """Make the streams of chunks and of leases where there are none. By the join alone: nodes administer no streams.
+
+    max_bytes: of the stream of chunks.
+    """
     from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
     from nats.js.errors import NotFoundError
 
-    try:
-        await jetstream.stream_info(STREAM)
-    except NotFoundError:
-        await jetstream.add_stream(
-            StreamConfig(
-                name=STREAM, subjects=[RAW], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=1,
-                discard=DiscardPolicy.NEW, max_bytes=max_bytes, duplicate_window=0.1,
-            )
-        )  # fmt: skip
-        log.info("stream %s: made, of at most %.1f GiB", STREAM, max_bytes / 2**30)
+    leases = StreamConfig(
+        name=LEASES, subjects=[LEASE], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=1,
+        discard=DiscardPolicy.OLD, max_msgs=MAX_RECORDS, duplicate_window=0.1,
+    )  # fmt: skip
+    chunks = StreamConfig(
+        name=STREAM, subjects=[RAW], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=1,
+        discard=DiscardPolicy.NEW, max_bytes=max_bytes, duplicate_window=0.1,
+    )  # fmt: skip
+    for config in (leases, chunks):
+        try:
+            await jetstream.stream_info(str(config.name))
+        except NotFoundError:
+            await jetstream.add_stream(config)
+            log.info("stream %s: made", config.name)

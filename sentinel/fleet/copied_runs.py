@@ -77,9 +77,16 @@ class CopiedRuns:
         self._begun, self._begin_s = clock(), begin_s
         self._held_bytes = 0
         self._lock = threading.Lock()
-        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-            if _is_name(path.name) and (path / "spool").is_dir():
-                self._recall(path)
+        self.recall()
+
+    def recall(self) -> None:
+        """Begin, with what lies in the directory and nothing else: another process may have written there until now."""
+        with self._lock:
+            self._begun, self._held_bytes = self._clock(), 0
+            self._runs.clear()
+            for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
+                if _is_name(path.name) and (path / "spool").is_dir():
+                    self._recall(path)
 
     @property
     def is_full(self) -> bool:

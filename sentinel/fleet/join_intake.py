@@ -1,4 +1,7 @@
-"""JoinIntake: takes what nodes publish, and answers them, in a thread beside the daemon that judges the copies."""
+"""JoinIntake: takes what nodes publish, and answers them, in a thread beside the daemon that judges the copies.
+
+It does so while it holds the lease of the broker, and waits for it before; once the lease is lost it does nothing any more.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_stream
+from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
 
 if TYPE_CHECKING:
@@ -33,12 +38,20 @@ CHECK_S = 2.0
 class JoinIntake:
     """The work of `sentinel join` that is not the daemon's. `close` ends it."""
 
-    def __init__(self, copies: CopiedRuns, broker: BrokerConfig, *, stream_bytes: int = STREAM_BYTES) -> None:
+    def __init__(
+        self, copies: CopiedRuns, broker: BrokerConfig, lease: JoinLease, *, stream_bytes: int = STREAM_BYTES
+    ) -> None:
+        """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here."""
         self.problem = ""
         """Why nothing is taken just now; empty: it is."""
+        self.lost = ""
+        """Why this process is no join any more, nor will be; empty: it is, or stands by."""
         self.is_connected = False
         """Whether there is a broker, and its stream is read."""
-        self._copies, self._broker, self._stream_bytes = copies, broker, stream_bytes
+        self._copies, self._broker, self._lease, self._stream_bytes = copies, broker, lease, stream_bytes
+        self._has_begun = False
+        """The lease is, or was, held, and what lies in the directory is known."""
+        self._on_lost: Callable[[], None] = lambda: None
         self._is_drained = False
         self._has_reconnected = False
         self._newest_seq = 0
@@ -46,8 +59,16 @@ class JoinIntake:
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sentinel-join", daemon=True)
 
-    def start(self) -> None:
-        """Begin; returns at once."""
+    @property
+    def standby_of(self) -> str:
+        """Who is to judge in our place, for people; empty: this process is. For any thread."""
+        if self._has_begun and self._lease.is_held:
+            return ""
+        return self._lease.holder if self._lease.holder not in ("", self._lease.owner) else "another join"
+
+    def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
+        """Begin; returns at once. on_lost: called, in another thread, once `lost` says why."""
+        self._on_lost = on_lost
         self._thread.start()
 
     def close(self) -> None:
@@ -60,8 +81,9 @@ class JoinIntake:
         try:
             asyncio.run(self._serve())
         except Exception as error:
-            self.problem = f"{type(error).__name__}: {error}"
+            self.lost = f"{type(error).__name__}: {error}"
             log.exception("join: nothing is taken any more")
+            self._on_lost()
 
     async def _serve(self) -> None:
         connecting = asyncio.ensure_future(connect(self._broker, "sentinel join", self._reconnected))
@@ -71,14 +93,23 @@ class JoinIntake:
                 return
             await asyncio.wait({connecting}, timeout=0.1)
         client = await connecting
-        log.info("join: copies in %s are written from %s", self._copies.directory, self._broker.shown)
         try:
+            jetstream = client.jetstream(timeout=REQUEST_S)
+            await self._stand_by(client, jetstream)
+            if self._is_closing.is_set():
+                await self._give_back(jetstream)
+                return
+            self._copies.recall()
+            self._has_begun = True
+            log.info("join: copies in %s are written from %s", self._copies.directory, self._broker.shown)
 
             async def take_beat(message: Msg) -> None:
                 await self._take_beat(client, message)
 
             await client.subscribe(subjects.BEATS, cb=take_beat)
-            tasks = [asyncio.ensure_future(one) for one in (self._take(client), self._release())]
+            tasks = [
+                asyncio.ensure_future(one) for one in (self._take(client), self._release(), self._keep(client, jetstream))
+            ]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -88,15 +119,72 @@ class JoinIntake:
             for one in ended:
                 if isinstance(one, Exception):
                     raise one
+            await self._give_back(jetstream)
         finally:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.close(), 2.0)
+        if not self._is_closing.is_set():
+            self.lost = f"the lease was not renewed for {self._lease.times.stop_s:g} s, or taken by {self.standby_of}"
+            log.error("join: %s; this process does nothing more and ends", self.lost)
+            self._on_lost()
+
+    @property
+    def _may_act(self) -> bool:
+        return not self._is_closing.is_set() and self._lease.is_held
 
     async def _reconnected(self) -> None:
         self._has_reconnected = True
 
+    async def _stand_by(self, client: Client, jetstream: JetStreamContext) -> None:
+        """Wait for the lease."""
+        said = ""
+        while not self._is_closing.is_set() and not self._lease.is_held:
+            if client.is_connected and await self._step(jetstream) and not self._lease.is_held:
+                self._told("")
+                if self.standby_of != said:
+                    said = self.standby_of
+                    log.info("join: standby of %s; taken over when that ends", said)
+            if not self._lease.is_held:
+                await asyncio.sleep(self._lease.times.renew_s / 4)
+        if said and self._lease.is_held:
+            log.info("join: taken over, epoch %d", self._lease.epoch)
+
+    async def _keep(self, client: Client, jetstream: JetStreamContext) -> None:
+        """Renew the lease until it is lost."""
+        renew_at = 0.0
+        while self._may_act:
+            now = time.monotonic()
+            if now >= renew_at and client.is_connected and await self._step(jetstream):
+                renew_at = now + self._lease.times.renew_s
+                if self.is_connected:
+                    self._told("")
+            await asyncio.sleep(self._lease.times.renew_s / 4)
+
+    async def _step(self, jetstream: JetStreamContext) -> bool:
+        """Have the lease looked after; return whether the broker answered."""
+        from nats.errors import Error
+
+        try:
+            await ensure_streams(jetstream, self._stream_bytes)
+            await self._lease.step(jetstream)
+        except (TimeoutError, Error, OSError) as error:
+            self._told(f"the lease cannot be had: {_words(error)}")
+            return False
+        return True
+
+    async def _give_back(self, jetstream: JetStreamContext) -> None:
+        from nats.errors import Error
+
+        with contextlib.suppress(TimeoutError, Error, OSError):
+            await self._lease.give_back(jetstream)
+
+    def _told(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            log.warning("join: %s; it is tried again", problem)
+        self.problem = problem
+
     async def _release(self) -> None:
-        while not self._is_closing.is_set():
+        while self._may_act:
             self._copies.release()
             await asyncio.sleep(RELEASE_S)
 
@@ -105,17 +193,13 @@ class JoinIntake:
         from nats.errors import Error
 
         jetstream = client.jetstream()
-        while not self._is_closing.is_set():
+        while self._may_act:
             try:
-                await ensure_stream(jetstream, self._stream_bytes)
+                await ensure_streams(jetstream, self._stream_bytes)
                 await self._take_all(jetstream)
             except (TimeoutError, Error, OSError) as error:
                 self.is_connected = self._is_drained = False
-                words = getattr(error, "description", None) or str(error) or type(error).__name__
-                problem = f"the stream cannot be read: {words}"
-                if problem != self.problem:
-                    self.problem = problem
-                    log.warning("join: %s; it is tried again", problem)
+                self._told(f"the stream cannot be read: {_words(error)}")
                 await asyncio.sleep(0.5)
 
     async def _take_all(self, jetstream: JetStreamContext) -> None:
@@ -130,7 +214,7 @@ class JoinIntake:
         self.is_connected, self.problem = True, ""
         purged, purge_at, check_at = 0, 0.0, time.monotonic() + CHECK_S
         try:
-            while not self._is_closing.is_set() and not self._has_reconnected:
+            while self._may_act and not self._has_reconnected:
                 now = time.monotonic()
                 if self._newest_seq > purged and now >= purge_at:
                     await jetstream.purge_stream(subjects.STREAM, seq=self._newest_seq + 1)
@@ -141,7 +225,7 @@ class JoinIntake:
                 messages: list[Msg] = []
                 with contextlib.suppress(asyncio.TimeoutError):
                     messages = await taking.fetch(BATCH, timeout=FETCH_S)
-                for message in messages:
+                for message in messages if self._may_act else ():
                     self._take_message(message)
                 if messages:
                     self._is_drained = messages[-1].metadata.num_pending == 0
@@ -166,6 +250,8 @@ class JoinIntake:
     async def _take_beat(self, client: Client, message: Msg) -> None:
         from nats.errors import Error
 
+        if not self._may_act:
+            return
         try:
             beat = unseal(message.data, Beat)
         except WireError as error:
@@ -175,3 +261,7 @@ class JoinIntake:
         if answer is not None and client.is_connected:
             with contextlib.suppress(Error, OSError):
                 await client.publish(subjects.answer(answer.run, answer.node), seal(answer))
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "description", None) or str(error) or type(error).__name__

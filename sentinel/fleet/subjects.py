@@ -1,4 +1,7 @@
-"""The names under which messages travel: `sn.<run>.raw.<k>`, `sn.<run>.beat.<node>`, `sn.<run>.answer.<node>`."""
+"""The names under which messages travel: `sn.<run>.raw.<k>`, `sn.<run>.beat.<node>`, `sn.<run>.answer.<node>`.
+
+The lease of the join has `sn.lease`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import zlib
 
 STREAM = "SENTINEL_RAW"
 RAW = "sn.*.raw.*"
+LEASES = "SENTINEL_LEASES"
+LEASE = "sn.lease"
 BEATS = "sn.*.beat.*"
 ANSWERS = "sn.*.answer.*"
 NUM_PARTITIONS = 64

@@ -42,9 +42,13 @@ def write_run(directory: Path) -> None:
 
 
 @contextmanager
-def daemon(directory: Path, config: DaemonConfig | None = None, *, port: int = 0) -> Iterator[Daemon]:
+def daemon(
+    directory: Path, config: DaemonConfig | None = None, *, port: int = 0, options: ServeOptions | None = None
+) -> Iterator[Daemon]:
     directory.chmod(0o700)
-    options = ServeOptions(directory=directory, config=config or DaemonConfig(), http=HttpConfig(port=port), drain_s=2.0)
+    options = options or ServeOptions(
+        directory=directory, config=config or DaemonConfig(), http=HttpConfig(port=port), drain_s=2.0
+    )
     one = Daemon(options, {}, io.StringIO())
     thread = threading.Thread(target=one.run)
     # Signal handlers belong to the main thread; here nobody sends signals.
@@ -273,6 +277,23 @@ def test_a_second_daemon_stands_by_and_lives_through_a_full_disk_as_it_takes_ove
             is_full = False
             wait_for(lambda: url(tmp_path) != address)
             assert second.api.health()["standby_of"] == []
+
+
+def test_a_daemon_that_is_told_of_another_judges_nothing_whatever_is_free(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    others = ["a on b"]
+    options = ServeOptions(directory=tmp_path, http=None, standby_of=lambda: others[0])
+
+    with daemon(tmp_path, options=options) as one:
+        wait_for(lambda: one.api.health()["status"] == "standby")
+        assert (one.api.health()["standby_of"], one.api.is_ready(), one.api.runs()) == (["a on b"], False, [])
+        others[0] = ""
+        wait_for(lambda: judged(one).get("run") == 2 and one.api.is_ready())
+        assert one.api.health()["status"] == "ok"
+        others[0] = "a on b"
+        write_run(tmp_path / "later")
+        wait_for(lambda: one._runs.held)
+        assert judged(one) == {"run": 2}
 
 
 def test_a_run_in_which_a_reload_raises_is_let_go_of_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

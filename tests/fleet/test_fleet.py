@@ -23,6 +23,7 @@ from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_intake import JoinIntake
+from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.overheard import overhear
 from sentinel.fleet.shipping import Shipping
@@ -52,6 +53,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CONFIG = DaemonConfig()
 STEPS = 24
+ALONE = LeaseTimes(renew_s=0.2, stop_s=60.0, takeover_s=0.2)
+"""For a join that no other competes with: no pause of a busy machine ends it, and none is waited for."""
 
 
 class Shipper:
@@ -94,24 +97,59 @@ class Shipper:
         return self.is_drained
 
 
+class Clock:
+    """Monotonic seconds of one process, which stand still until the test moves them."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class StoppableLease(JoinLease):
+    """Of a process that may be stopped, or killed: the broker hears nothing of it any more."""
+
+    is_stopped = False
+
+    async def step(self, jetstream: Any) -> None:
+        if not self.is_stopped:
+            await super().step(jetstream)
+
+    async def give_back(self, jetstream: Any) -> None:
+        if not self.is_stopped:
+            await super().give_back(jetstream)
+
+
+class Unchecked(StoppableLease):
+    """The positive control: who had the lease once goes by that."""
+
+    @property
+    def is_held(self) -> bool:
+        return self.epoch > 0
+
+
 class Join:
     """A join and the part of the daemon that serves its run, driven by hand."""
 
-    def __init__(self, directory: Path, url: str, name: str = "j1", begin_s: float = 0.6) -> None:
+    def __init__(
+        self, directory: Path, url: str, name: str = "j1", begin_s: float = 0.6, lease: JoinLease | None = None
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.run_dir = directory / "run"
         self.problems: list[str] = []
         self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
-        self.intake = JoinIntake(self.copies, BrokerConfig(server=url))
-        self.intake.start()
+        self.intake = JoinIntake(self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE))
+        self.ended = threading.Event()
+        self.intake.start(self.ended.set)
         self.run: ServedRun | None = None
 
     def turn(self) -> None:
-        if self.run is None and (self.run_dir / "spool").is_dir():
+        if not self.intake.standby_of and self.run is None and (self.run_dir / "spool").is_dir():
             self.run = ServedRun(
                 RunPaths.of(self.run_dir), CONFIG, loaded_packs(), on_the_way=lambda: self.copies.on_the_way("run")
             )
-        if self.run is not None:
+        if not self.intake.standby_of and self.run is not None:
             while self.run.turn(NOW):
                 pass
 
@@ -267,6 +305,86 @@ def test_a_node_that_is_stopped_for_a_while_changes_nothing(
         assert_same(run.directory, join.run_dir)
     else:
         assert result_bytes(run.directory) != result_bytes(join.run_dir)
+
+
+def taken_over(join: Join, clock: Clock) -> bool:
+    """Have time pass for a join that stands by; returns whether it does no more."""
+    if join.intake.standby_of:
+        clock.now += 1.0
+    return not join.intake.standby_of
+
+
+@pytest.mark.parametrize("is_orderly", [False, True], ids=["killed", "ended"])
+def test_a_standby_takes_over_and_comes_to_the_same(tmp_path: Path, broker: NatsBroker, is_orderly: bool) -> None:
+    run = small_run(tmp_path / "whole" / "run")
+    run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+    run.write(10)
+    nodes, joined, clock = split(run, tmp_path, 2), tmp_path / "joined", Clock()
+    lease = StoppableLease("j1", ALONE)
+    first = Join(joined, broker.url, lease=lease)
+    wait_for(lambda: not first.intake.standby_of)
+    second = Join(joined, broker.url, "j2", lease=JoinLease("j2", LeaseTimes(renew_s=0.2), clock=clock))
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: first.turn() or second.turn() or first.copies.counts["bytes"] >= bytes_of(nodes))
+    wait_for(lambda: second.intake.standby_of == "j1")
+    assert second.run is None and not second.copies.counts and not second.copies.nodes()
+
+    lease.is_stopped = not is_orderly
+    first.drop()
+    assert not first.intake.lost
+    wait_for(lambda: not second.intake.standby_of if is_orderly else taken_over(second, clock))
+    # Handed over, or a time that is up: nothing passed, or ten seconds at least.
+    assert clock.now == 1000.0 if is_orderly else clock.now >= 1010.0
+    assert second.intake._lease.epoch == 2
+    run.write(STEPS - 10)
+    run.end()
+    go_on(run, nodes)
+    wait_for(lambda: second.turn() or bytes_of([joined]) >= bytes_of(nodes))
+    assert [one.end() for one in shippers] == [True, True]
+    second.finish()
+
+    judge_run(run.directory, CONFIG, is_over=True)
+    assert_same(run.directory, second.run_dir)
+    assert not first.problems and not second.problems
+
+
+@pytest.mark.parametrize("kind", [StoppableLease, Unchecked], ids=["checked", "control: not checked"])
+def test_a_join_that_could_not_renew_does_nothing_more(
+    tmp_path: Path, broker: NatsBroker, kind: type[StoppableLease]
+) -> None:
+    run = small_run(tmp_path / "whole" / "run")
+    run.write(4)
+    nodes, joined, clock = split(run, tmp_path, 2), tmp_path / "joined", Clock()
+    lease = kind("j1", LeaseTimes(renew_s=0.2), clock=clock)
+    join = Join(joined, broker.url, lease=lease)
+    wait_for(lambda: taken_over(join, clock))
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: join.turn() or bytes_of([joined]) >= bytes_of(nodes))
+    num_judged = len(decisions(join.run_dir))
+    assert num_judged
+
+    lease.is_stopped = True
+    clock.now += lease.times.stop_s
+    chunks, held, published = (
+        join.copies.counts["chunks"],
+        bytes_of([joined]),
+        sum(one.shipping.num_published for one in shippers),
+    )
+    run.write(STEPS - 4)
+    run.end()
+    go_on(run, nodes)
+    wait_for(lambda: sum(one.shipping.num_published for one in shippers) > published)
+    if kind is StoppableLease:
+        assert join.ended.wait(30)
+        join.turn()
+        assert "not renewed for 6 s" in join.intake.lost and join.intake.standby_of
+        assert (join.copies.counts["chunks"], bytes_of([joined]), len(decisions(join.run_dir))) == (chunks, held, num_judged)
+    else:
+        wait_for(lambda: join.turn() or len(decisions(join.run_dir)) > num_judged)
+        assert join.copies.counts["chunks"] > chunks and bytes_of([joined]) > held
+    for one in shippers:
+        one.drop()
+    join.drop()
 
 
 def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:

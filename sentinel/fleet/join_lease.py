@@ -1,0 +1,149 @@
+"""JoinLease: the right to be the one join of a broker, as records of who has it in a stream of the broker.
+
+Each record is appended with the sequence that the whole stream must have, so of two that append at once one fails. Who has
+the lease appends again every `renew_s`, and stops by its own clock when it could not for `stop_s`; who waits takes it when
+nothing was appended for `takeover_s` by its own clock, or at once when it was given back. No two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sentinel.errors import MALFORMED
+from sentinel.fleet.subjects import LEASE, LEASES
+from sentinel.printable import printable
+
+if TYPE_CHECKING:
+    from nats.js.client import JetStreamContext
+
+log = logging.getLogger("sentinel.fleet")
+
+REQUEST_S = 1.0
+"""Longest wait for an answer of the broker: several fit into `stop_s`."""
+MAX_RECORDS = 256
+"""Records that the stream keeps; the newest alone counts, the others are for who looks into it."""
+
+
+class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When a lease is renewed, let go of and taken over, in seconds."""
+
+    renew_s: float = 2.0
+    stop_s: float = 6.0
+    """Less than `takeover_s` by more than two clocks drift apart in it, and a write to a disk takes."""
+    takeover_s: float = 10.0
+
+
+class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Who has the lease. Fields are only ever added, last."""
+
+    owner: str
+    """Name of its process, for people."""
+    holder_id: str
+    """Drawn anew by each process: in a container the name of the next one is often the same."""
+    epoch: int
+    """Grows by one with each new owner."""
+    is_free: bool = False
+    """It was given back."""
+
+
+class JoinLease:
+    """`step` is for one thread, again and again; `is_held` and `holder` are for any."""
+
+    def __init__(
+        self,
+        owner: str,
+        times: LeaseTimes = LeaseTimes(),  # noqa: B008 -- frozen
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """owner: name of this process. clock: monotonic seconds."""
+        self.owner, self.times = owner, times
+        self.epoch = 0
+        """The highest that was seen; of who has the lease, its own."""
+        self.holder = ""
+        """Who has it, as far as known; empty: nobody is known to."""
+        self.is_lost = False
+        """It was held, and is no more; for good: another process may begin anew."""
+        self._clock = clock
+        self._id = secrets.token_hex(8)
+        self._held_until = 0.0
+        """By our clock; 0: it was not held yet."""
+        self._seq: int | None = None
+        """Sequence of the stream as it was last seen; None: never."""
+        self._changed_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process may act now: asked before each act, for time passes between two."""
+        return not self.is_lost and self._clock() < self._held_until
+
+    async def step(self, jetstream: JetStreamContext) -> None:
+        """Look, and append what is to be: a renewal, or a take-over. Errors of the broker: it is to be tried again."""
+        if self._held_until and not self.is_held:
+            self.is_lost = True
+        if self.is_lost:
+            return
+        record = await self._look(jetstream)
+        is_mine = record is not None and record.holder_id == self._id
+        if self._held_until:
+            # A broker that lost its store has no record: it gets ours again.
+            if record is not None and not is_mine:
+                self.is_lost = True
+                return
+            epoch = self.epoch
+        elif is_mine:
+            # Taken, and the answer was lost.
+            epoch = self.epoch
+        elif (record is not None and record.is_free) or self._clock() - self._changed_at >= self.times.takeover_s:
+            epoch = self.epoch + 1
+        else:
+            return
+        began = self._clock()
+        if await self._append(jetstream, LeaseRecord(self.owner, self._id, epoch)):
+            self.epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
+
+    async def give_back(self, jetstream: JetStreamContext) -> None:
+        """Let go of the lease, so that who waits has it at once."""
+        if self.is_held:
+            self.is_lost = True
+            await self._append(jetstream, LeaseRecord(self.owner, self._id, self.epoch, is_free=True))
+
+    async def _look(self, jetstream: JetStreamContext) -> LeaseRecord | None:
+        """Return the newest record; None: there is none that can be read."""
+        from nats.js.errors import NotFoundError
+
+        state = (await jetstream.stream_info(LEASES)).state
+        now = self._clock()
+        if state.last_seq != self._seq:
+            self._seq, self._changed_at = state.last_seq, now
+        if not state.last_seq:
+            return None
+        try:
+            data = (await jetstream.get_msg(LEASES, state.last_seq)).data
+            record = msgspec.msgpack.decode(data or b"", type=LeaseRecord)
+        except NotFoundError:
+            return None
+        except MALFORMED as error:
+            log.warning("stream %s: expected a record of a lease, got %s", LEASES, error)
+            return None
+        self.epoch = max(self.epoch, record.epoch)
+        self.holder = "" if record.is_free else printable(record.owner[:200])
+        return record
+
+    async def _append(self, jetstream: JetStreamContext, record: LeaseRecord) -> bool:
+        """Return whether a record was appended behind all that was seen."""
+        from nats.js.errors import BadRequestError
+
+        headers = {"Nats-Expected-Stream": LEASES, "Nats-Expected-Last-Sequence": str(self._seq)}
+        try:
+            told = await jetstream.publish(LEASE, msgspec.msgpack.encode(record), timeout=REQUEST_S, headers=headers)
+        except BadRequestError:
+            return False  # another was faster
+        self._seq, self._changed_at = told.seq, self._clock()
+        return True
