@@ -64,6 +64,8 @@ def join(
     begin_log(sys.stderr, log_format, log_level)
     os.umask(0o077)  # whatever the shell says: nobody else reads, let alone writes, what is copied here
     where, config_file = Path(directory).absolute(), Path(config) if config else None
+    if (where / "spool").is_dir():
+        raise ConfigError(f"{where}: expected a directory of runs, got a run; copies of runs are made in DIRECTORY/NAME")
     make_directory(where)
     nats_client()
     read = functools.partial(read_config, config_file, None, None)

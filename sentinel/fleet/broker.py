@@ -45,7 +45,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not re.fullmatch(r"(nats|tls)://([^\s/@]*@)?[^\s/@]+", one):
                 raise ConfigError(f'--server: expected nats://HOST:PORT or tls://HOST:PORT, got "{without_password(one)}"')
         if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("--tls-cert and --tls-key: expected both or none, got one")
+            raise ConfigError("--client-cert and --client-key: expected both or none, got one")
 
     @property
     def servers(self) -> list[str]:
@@ -83,7 +83,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.cert_file:
                 context.load_cert_chain(self.cert_file, self.key_file)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--tls-ca, --tls-cert, --tls-key: expected files in PEM, got: {error}") from error
+            raise ConfigError(f"--tls-ca, --client-cert, --client-key: expected files in PEM, got: {error}") from error
         return context
 
 

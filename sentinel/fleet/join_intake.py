@@ -42,7 +42,7 @@ class JoinIntake:
         self, copies: CopiedRuns, broker: BrokerConfig, lease: JoinLease, *, stream_bytes: int = STREAM_BYTES
     ) -> None:
         """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here."""
-        self.problem = ""
+        self.problem = "no broker is reached yet"
         """Why nothing is taken just now; empty: it is."""
         self.lost = ""
         """Why this process is no join any more, nor will be; empty: it is, or stands by."""
@@ -64,7 +64,9 @@ class JoinIntake:
         """Who is to judge in our place, for people; empty: this process is. For any thread."""
         if self._has_begun and self._lease.is_held:
             return ""
-        return self._lease.holder if self._lease.holder not in ("", self._lease.owner) else "another join"
+        if self._lease.holder not in ("", self._lease.owner):
+            return self._lease.holder
+        return f"unknown ({self.problem or 'the lease is waited for'})"
 
     def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
         """Begin; returns at once. on_lost: called, in another thread, once `lost` says why."""
