@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -55,6 +56,14 @@ class NoProcess:
             return (yield)
         finally:
             self._is_in_test = False
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A command that a test runs here sets the level of all logs: the next test has it as it was."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 def pytest_configure(config: pytest.Config) -> None:

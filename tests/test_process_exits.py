@@ -15,6 +15,8 @@ import pytest
 from sentinel.process import PROC, START, ProcessId, stat_fields
 from sentinel.process_exits import ProcessExits
 
+from .support.open_files import open_files
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no descriptors of processes here"),
@@ -70,13 +72,14 @@ def test_another_process_with_its_number_is_not_waited_for(sleeper: subprocess.P
 
 
 def test_nothing_is_left_when_it_is_closed(sleeper: subprocess.Popen[bytes]) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = len(open_files("[pidfd]")), len(open_files("[eventpoll]"))
     exits = ProcessExits(Received(), "sentinel-test", rescan=lambda: [process_of(sleeper.pid)])
     exits.start()
     exits.add(process_of(sleeper.pid))
+    assert (len(open_files("[pidfd]")), len(open_files("[eventpoll]"))) > before
 
     exits.close()
     exits.close()
 
     assert not [one for one in threading.enumerate() if one.name == "sentinel-test"]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert (len(open_files("[pidfd]")), len(open_files("[eventpoll]"))) <= before

@@ -21,6 +21,7 @@
 | start a program that needs torch, or a command | `warm`: `interpreter`, `cli` |
 | have judged steps that nobody judged | `merged_steps`: `merged_step`, `FlatLayout` |
 | judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
+| see which files a process left open | `open_files`: `open_files` |
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
 | have a run of Weights & Biases that its own client wrote | `wandb_run`: `write_wandb_run` |
