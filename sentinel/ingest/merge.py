@@ -12,6 +12,7 @@ from sentinel.decision import Decision
 from sentinel.ingest.copies import differing
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.model_layout import ModelLayout
+from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.row_tables import joined
 from sentinel.messages import Health
 from sentinel.moments import Moments
@@ -116,10 +117,23 @@ class ClosedStep:
     @cached_property
     def digest(self) -> Digest:
         """Sums and flags of the rows, found in one pass over them."""
-        found = self.layout.formed.form(self, digest(self))
+        found = self.layout.formed.form(self, self._sums().of_any())
         if not self.cut_ranks and not self._left_out:
             return found
         return found.without(self.layout.formed.spread(self._is_cut))
+
+    def _sums(self) -> Digest:
+        """Return what the rows come to; those of several machines machine by machine, where the decision says so."""
+        found, layout = digest(self.parts, self.layout), self.layout
+        if self.decision is None or self.decision.is_by_machine is not True:
+            return found
+        parts = by_machine(self.parts)
+        shares = [layout.share_of(tuple(part.rank for part in own)) for own in parts]
+        sums = [share.sums(own) for share, own in zip(shares, parts, strict=True)]
+        merge = layout.node_merges.of(shares, [one.has_rows for one in sums])
+        stats = merge.merge([one.stats for one in sums])
+        stats[merge.unsplit] = found.stats[merge.unsplit]
+        return found._replace(stats=stats)
 
     @cached_property
     def cut_ranks(self) -> frozenset[int]:
