@@ -1,9 +1,9 @@
 """NodeMerge: how the sums of several machines become those of the whole tensors. The order is part of the result.
 
 Sums in float64 depend on their order, so there is one order for all: the rows of each machine first, in the order of its
-ranks, then what the machines came to, in the order of their lowest ranks. Of machines that hold copies of the same shards the
-first one's sums stand for all. Where two hold some of the same shards, and each some of its own, neither sum may be used, and
-all rows of that tensor are merged as those of one machine.
+ranks, then what the machines came to, in the order of their lowest ranks. Of machines that hold copies of the same shards
+the first one's sums stand for all. Where two hold some of the same shards, and each some of its own, neither sum may be
+used, and all rows of that tensor are merged as those of one machine.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.ingest.digest import digest
+from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.placing import WEIGHT_KINDS
 from sentinel.ingest.row_tables import look_up
 from sentinel.messages import Descriptor
@@ -90,9 +90,9 @@ class NodeShare:
         """Return the number here of the shard of each local id; -1 for ids that the descriptor does not know."""
         return look_up(self._tables[rank][1], tensor_ids)
 
-    def sums(self, parts: Sequence[RankStep]) -> NodeSums:
-        """Return what the rows of its ranks come to. parts: of these ranks, rising."""
-        found, has_rows = digest(parts, self), np.zeros(self.num_copies + 1, np.bool_)
+    def sums(self, parts: Sequence[RankStep], found: Digest | None = None) -> NodeSums:
+        """Return what the rows of its ranks come to. parts: of these ranks, rising. found: their digest, where it is known."""
+        found, has_rows = found or digest(parts, self), np.zeros(self.num_copies + 1, np.bool_)
         for part in parts:
             has_rows[self.copies_of(part.rank, part.rows["tensor"])] = True
         return NodeSums(found.stats, found.present, has_rows[:-1])

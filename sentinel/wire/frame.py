@@ -72,6 +72,8 @@ class FrameType(enum.IntEnum):
     VECTOR = 7
     BYE = 8
     CHANGE = 9
+    ROWS_AWAY = 10
+    """Rows that a copy of a spool has not got: the payload is as long, and of zeros. Only copies have it; see `without_rows`."""
 
 
 DESCRIPTIONS = frozenset({int(FrameType.DESCRIPTOR), int(FrameType.CHANGE)})
@@ -141,6 +143,8 @@ class Frame(msgspec.Struct, frozen=True):
     """Where the next frame begins: in the scanned buffer, or in the file for frames of a SpoolReader; 0 in a file that was
     thinned, which is read from its beginning after a restart."""
     file_index: int = 0
+    num_bytes_away: int = 0
+    """Bytes of a payload that is not here (ROWS_AWAY, which `scan` takes for rows): `payload` is empty then."""
 
 
 class FrameHead(msgspec.Struct, frozen=True):
@@ -247,11 +251,28 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
     incarnation, run_id, attempt, rank, step, seq, placement_epoch, layout_id, wall_ns, mono_ns = _BODY.unpack_from(
         view, offset + PREFIX_BYTES
     )
+    is_away = frame_type == FrameType.ROWS_AWAY
     header = Header(
-        type=frame_type, incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
+        type=int(FrameType.ROWS) if is_away else frame_type, incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
         placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
     )  # fmt: skip
+    if is_away:
+        return Frame(header, b"", base + end, file_index, frame_bytes - header_bytes)
     return Frame(header, view[offset + header_bytes : end], base + end, file_index)
+
+
+def without_rows(frame: Buffer) -> bytes | None:
+    """Return the HEADER_BYTES that stand for a whole frame of rows where its payload is not; None: it is none, or is damaged.
+
+    With as many zeros behind them as the payload is long, they are a frame that `scan` takes.
+    """
+    found = scan(frame)
+    if not isinstance(found, Frame) or found.header.type != FrameType.ROWS or found.num_bytes_away:
+        return None
+    if memoryview(frame).nbytes != HEADER_BYTES + memoryview(found.payload).nbytes:
+        return None
+    zeros = bytes(memoryview(found.payload).nbytes)
+    return encode_frame(msgspec.structs.replace(found.header, type=int(FrameType.ROWS_AWAY)), zeros)[0]
 
 
 def head_of(header: Buffer) -> FrameHead | None:
