@@ -1,4 +1,4 @@
-"""Rows that lie on another machine until somebody asks for them: a step as it is made of digests, and how it gets its rows."""
+"""Rows that lie on another machine until somebody asks for them: where they are, and how a step gets them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from sentinel.wire.frame import Buffer
 class RowSource(Protocol):
     """Where the digests of a run are, and the rows that its spools here have not got."""
 
-    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...]) -> NodeDigest | None:
-        """Return the digest that a machine made of these frames (`NodeDigest.of`); None: there is none."""
+    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str]) -> NodeDigest | None:
+        """Return the digest that a machine made of these frames (`NodeDigest.of`); None: there is none.
+
+        folders: of the spools that they lie in.
+        """
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
         """Return (process, number of the frame) -> payload. Waits; frames that cannot be had any more are not in it."""

@@ -172,7 +172,9 @@ def decode_digest(data: bytes) -> NodeDigest:
     except MALFORMED as error:
         raise WireError(f"digest of {len(data)} bytes: expected a step of a machine, got {error}") from error
     if found.version > VERSION:
-        raise WireError(f"digest of version {found.version}: expected {VERSION} at most; install the same sentinel everywhere")
+        raise WireError(
+            f"digest of version {found.version}: expected {VERSION} at most; install the same sentinel on nodes and join"
+        )
     ranks = [one.rank for one in found.ranks]
     if ranks != sorted(set(ranks)) or not ranks or ranks[0] < 0:
         raise WireError(f"digest of step {found.step}: expected ranks in rising order, got {ranks[:8]}")

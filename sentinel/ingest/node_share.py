@@ -91,7 +91,7 @@ class NodeShare:
         return look_up(self._tables[rank][1], tensor_ids)
 
     def sums(self, parts: Sequence[RankStep], found: Digest | None = None) -> NodeSums:
-        """Return what the rows of its ranks come to. parts: of these ranks, rising. found: their digest, where it is known."""
+        """Return what the rows of its ranks come to. parts: of these ranks, rising. found: their digest, if it is known."""
         found, has_rows = found or digest(parts, self), np.zeros(self.num_copies + 1, np.bool_)
         for part in parts:
             has_rows[self.copies_of(part.rank, part.rows["tensor"])] = True

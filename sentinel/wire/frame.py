@@ -73,7 +73,7 @@ class FrameType(enum.IntEnum):
     BYE = 8
     CHANGE = 9
     ROWS_AWAY = 10
-    """Rows that a copy of a spool has not got: the payload is as long, and of zeros. Only copies have it; see `without_rows`."""
+    """Rows that a copy of a spool has not got: as long as those, and only the header is checked. See `without_rows`."""
 
 
 DESCRIPTIONS = frozenset({int(FrameType.DESCRIPTOR), int(FrameType.CHANGE)})
@@ -240,9 +240,13 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
         return Incomplete(frame_bytes)
     end = offset + frame_bytes
     rest = offset + _CRC_OFFSET + 4
-    is_large = frame_bytes >= LARGE_BYTES
+    is_away = frame_type == FrameType.ROWS_AWAY
+    if is_away:
+        end = min(end, offset + words * 8)
+    is_large = end - offset >= LARGE_BYTES
     if crc != (crc32(buffer, _BEGUN_CRC, rest, end) if is_large else zlib.crc32(view[rest:end], _BEGUN_CRC)):
         return _corrupt(buffer, offset)
+    end = offset + frame_bytes
     if not OLDEST_PROTOCOL <= protocol <= PROTOCOL:
         return Foreign(protocol, end)
     header_bytes = words * 8
@@ -251,9 +255,9 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
     incarnation, run_id, attempt, rank, step, seq, placement_epoch, layout_id, wall_ns, mono_ns = _BODY.unpack_from(
         view, offset + PREFIX_BYTES
     )
-    is_away = frame_type == FrameType.ROWS_AWAY
     header = Header(
-        type=int(FrameType.ROWS) if is_away else frame_type, incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
+        type=int(FrameType.ROWS) if is_away else frame_type,
+        incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
         placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
     )  # fmt: skip
     if is_away:
@@ -262,17 +266,21 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
 
 
 def without_rows(frame: Buffer) -> bytes | None:
-    """Return the HEADER_BYTES that stand for a whole frame of rows where its payload is not; None: it is none, or is damaged.
+    """Return the HEADER_BYTES that stand for a whole frame of rows where its payload is not; None: it is none.
 
-    With as many zeros behind them as the payload is long, they are a frame that `scan` takes.
+    With anything behind them that is as long as the payload, they are a frame that `scan` takes.
     """
     found = scan(frame)
     if not isinstance(found, Frame) or found.header.type != FrameType.ROWS or found.num_bytes_away:
         return None
-    if memoryview(frame).nbytes != HEADER_BYTES + memoryview(found.payload).nbytes:
+    if found.offset_after != memoryview(frame).nbytes or found.offset_after != HEADER_BYTES + len(found.payload):
         return None
-    zeros = bytes(memoryview(found.payload).nbytes)
-    return encode_frame(msgspec.structs.replace(found.header, type=int(FrameType.ROWS_AWAY)), zeros)[0]
+    magic, protocol, _, words, frame_bytes, _, _, row_count = _PREFIX.unpack_from(frame)
+    checked = (magic, protocol, int(FrameType.ROWS_AWAY), words, frame_bytes)
+    body = bytes(memoryview(frame)[PREFIX_BYTES:HEADER_BYTES])
+    check = zlib.crc32(_CHECKED.pack(*checked))
+    crc = zlib.crc32(body, zlib.crc32(_PREFIX.pack(*checked, check, 0, row_count)))
+    return _PREFIX.pack(*checked, check, crc, row_count) + body
 
 
 def head_of(header: Buffer) -> FrameHead | None:

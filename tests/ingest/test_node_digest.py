@@ -13,7 +13,7 @@ from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
-from sentinel.ingest.node_digest import DigestBook, DigestedRank, DigestMaker, decode_digest, encode_digest
+from sentinel.ingest.node_digest import DigestBook, DigestedRank, DigestMaker, NodeDigest, decode_digest, encode_digest
 from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.ingest.steps import StepAssembler
@@ -61,7 +61,9 @@ class Elsewhere(RowSource):
                     self.num_bytes += len(data)
                     self._book.add(decode_digest(data), len(data))
 
-    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...]):
+    def digest(
+        self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str] = ()
+    ) -> NodeDigest | None:
         return self._book.find(step, of)
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:

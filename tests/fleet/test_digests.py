@@ -1,0 +1,67 @@
+"""Nodes that send digests, a real broker and a join come to the bytes of one daemon, and send few of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.rules.engine import Engine
+from sentinel.rules.language.loader import load_pack
+from sentinel.testing import LossJump, SyntheticRun
+
+from ..support.nats_broker import NatsBroker
+from ..support.serving import judge_run, small_run
+from ..support.waiting import wait_for
+from .test_fleet import CONFIG, Join, Shipper, assert_same, bytes_of, go_on, nan_on, split
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4": {"pp": 1, "dp": 4, "layers": 2},
+    "tp4 dp2": {"pp": 1, "dp": 2, "tp": 4, "layers": 2},
+    "pp2 dp2": {"pp": 2, "dp": 2},
+    "pp3 dp2": {"pp": 3, "dp": 2, "layers": 3},
+}
+STEPS = 40
+KINDS = Engine(load_pack()).row_kinds
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[NatsBroker]:
+    with NatsBroker(tmp_path / "broker") as running:
+        yield running
+
+
+def recorded(directory: Path, layout: str, num_nodes: int, num_steps: int = STEPS) -> SyntheticRun:
+    options = LAYOUTS[layout]
+    num_ranks = options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1)
+    run = small_run(directory / "run", ranks_per_host=num_ranks // num_nodes, elements=64, **options)
+    run.plant(nan_on(run, num_ranks - 1), LossJump(step=30, factor=50.0))
+    run.write(num_steps)
+    return run
+
+
+@pytest.mark.parametrize(("layout", "num_nodes"), [
+        ("tp4 dp2", 2), ("pp3 dp2", 3),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("dp4", 2), ("dp4", 4), ("pp2 dp2", 2), ("tp4 dp2", 1))),
+    ],
+)  # fmt: skip
+def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
+    run = recorded(tmp_path / "whole", layout, num_nodes)
+    run.end()
+    nodes = split(run, tmp_path, num_nodes)
+    join = Join(tmp_path / "joined", broker.url, num_nodes=num_nodes)
+    shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    wait_for(lambda: join.turn() or join.copies.rows_of("run").num_steps >= STEPS - 6)
+    assert join.intake.num_taken_bytes < 0.7 * bytes_of(nodes)
+    assert [one.end() for one in shippers] == [True] * num_nodes
+    join.finish()
+    judge_run(run.directory, CONFIG, is_over=True)
+    assert_same(run.directory, join.run_dir)
+    assert not join.problems and not [one for shipper in shippers for one in shipper.problems]
+    rows = join.copies.rows_of("run")
+    assert rows.num_steps >= STEPS - 6 and 0 < rows.num_fetched < STEPS // 2 and not rows.num_gone
