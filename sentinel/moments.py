@@ -334,8 +334,8 @@ MIN_TAIL_ELEMENTS = 64
 """Elements of a tensor of which one can stand out: the kurtosis is at most the number of elements. Fewer: ordinary values
 stand out; more: small tensors are never looked at."""
 LONE_SHARE = 0.99
-"""Share of the kurtosis that one element alone would make, from which that element is nearly all of a weight: the root of the
-others' sum of squares is a tenth of it at most."""
+"""Share of the kurtosis that one element alone would make, from which that element is nearly all of a weight: the root of
+the others' sum of squares is a tenth of it at most."""
 
 
 def tails(rows: np.ndarray) -> np.ndarray:

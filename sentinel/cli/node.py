@@ -16,7 +16,9 @@ from sentinel.fleet.broker import BrokerConfig
 @click.argument("directory", required=False)
 @broker_options
 @click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
-@click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule packs of the join: a file, a directory, or a name.")
+@click.option(
+    "--rules", "packs", multiple=True, metavar="PATH", help="Rule packs of the join: a file, a directory, or a name."
+)
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
@@ -32,8 +34,8 @@ def node(
     """Publish what the ranks of this machine come to in each step, and their spools without the rows.
 
     DIRECTORY is as of `sentinel ship`, and so is what holds. The join comes to the same, for it asks for the rows of a step
-    that it looks at closely. --rules says of which kinds it always does: a join with other rules asks more often. SIGTERM and
-    SIGINT wait until the join has every row that it has not committed (exit code 0), or for --drain-s (1).
+    that it looks at closely. --rules says of which kinds it always does: a join with other rules asks more often. SIGTERM
+    and SIGINT wait until the join has every row that it has not committed (exit code 0), or for --drain-s (1).
     """
     from sentinel.rules.engine import Engine
     from sentinel.rules.language.loader import load_pack

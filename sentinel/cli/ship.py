@@ -42,7 +42,7 @@ def ship(
 def publish(
     directory: str | None, broker: BrokerConfig, node: str | None, drain_s: float, digested_kinds: frozenset[str] | None
 ) -> int:
-    """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; the others as the options of `ship`."""
+    """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; others as the options of `ship`."""
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")

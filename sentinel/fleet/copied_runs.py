@@ -156,6 +156,9 @@ class CopiedRuns:
                 self.counts["refused"] += 1
                 return
             copy = self._runs[piece.run].copies[piece.folder]
+            if piece.num_bytes and copy.away.get((piece.file_index, piece.offset)) != piece.num_bytes:
+                self.counts["repeated"] += 1
+                return
             try:
                 self.counts["rows_bytes"] += self._rows_of(piece.run).take_rows(piece, copy.fill)
             except (OSError, WireError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,17 +10,17 @@ from pathlib import Path
 
 from sentinel.errors import StoreError, WireError
 from sentinel.fleet.sealed import DigestPiece, RowsPiece
-from sentinel.ingest.node_digest import DigestBook, NodeDigest, decode_digest
+from sentinel.ingest.node_digest import MAX_DIGEST_BYTES, DigestBook, NodeDigest, decode_digest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.wire.frame import MAX_FRAME_BYTES, Buffer, Frame, scan
 from sentinel.wire.spool_files import file_name, read_window
 
+log = logging.getLogger("sentinel.fleet")
+
 LOOK_S = 0.02
 MAX_WANTED = 2048
 """Most frames that one answer asks for: the others come with the next."""
-MAX_DIGEST_BYTES = 64 * 2**20
-"""Most bytes of one digest, a bound on memory: of 500,000 tensors."""
-MAX_BEGUN = 16
+MAX_BEGUN = 8
 """Digests and frames of one node of which parts are here; past it the oldest are dropped, and rows asked for again."""
 
 
@@ -90,7 +91,14 @@ class FetchedRows:
                     gone = {one for one in missing if self._wanted.get(one, False)}
                 gone |= {one for one in missing if not self._is_heard(self._owner(one.folder))}
                 missing = [one for one in missing if not self._read(one, found)]
-                self.num_gone += sum(one in gone for one in missing)
+                lost = [one for one in missing if one in gone]
+                if lost:
+                    self.num_gone += len(lost)
+                    log.warning(
+                        "run %s: rows of %d frames of %s cannot be had: their node has them no more, or said nothing for "
+                        "too long; that step is judged without them",
+                        self._spool_dir.parent.name, len(lost), ", ".join(sorted({one.folder for one in lost})[:8]),
+                    )  # fmt: skip
                 missing = [one for one in missing if one not in gone]
         finally:
             with self._lock:

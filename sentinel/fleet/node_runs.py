@@ -92,6 +92,8 @@ class NodeRuns:
         """
         self.directory, self.node = directory, node
         self._kinds = digested_kinds
+        self._owed_at = -RESEND_S
+        """When `send_rows` looked last, monotonic seconds."""
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _NodeRun] = {}
         self._told: set[str] = set()
@@ -145,6 +147,9 @@ class NodeRuns:
     def send_rows(self) -> None:
         """Have all rows sent that the join has not got and has not committed: this node ends, and cannot be asked then."""
         now = self._clock()
+        if now - self._owed_at < RESEND_S:
+            return
+        self._owed_at = now
         for run in self._runs.values():
             for spool in run.spools.values():
                 if spool.num_away and not spool.refused:
@@ -185,11 +190,11 @@ class NodeRuns:
     def _asked(self, name: str, run: _NodeRun) -> Iterator[RowsPiece]:
         """Yield the rows that were asked for, unless they are on their way."""
         now, num_bytes = self._clock(), 0
-        for frames, frame in [(frames, frame) for frames in (run.wanted, run.owed) for frame in frames]:
+        for sent_at, frame in [(asked, one) for asked in (run.wanted, run.owed) for one in asked]:
             spool = run.spools.get(frame.folder)
-            if spool is None or now - frames[frame] < RESEND_S or num_bytes > THINNED_BYTES:
+            if spool is None or now - sent_at[frame] < RESEND_S or num_bytes > THINNED_BYTES:
                 continue
-            frames[frame] = now
+            sent_at[frame] = now
             found = read_window(spool.cursor.folder / file_name(frame.file_index), frame.offset, frame.num_bytes)
             data = b"" if found is None or len(found[0]) < frame.num_bytes else found[0]
             num_bytes += len(data)

@@ -199,12 +199,14 @@ def seal(message: Published | Beat | Answer) -> bytes:
 
 def unseal(data: bytes, kind: type[Sealed]) -> Sealed:
     """Return the message of a kind that these bytes are. WireError: they are none, or were changed on their way."""
-    return _unsealed(data, kind, kind.__name__.lower())
+    found: Sealed = _unsealed(data, kind, kind.__name__.lower())
+    return found
 
 
 def unseal_published(data: bytes) -> Published:
     """Return what a node published. WireError as of `unseal`."""
-    return _unsealed(data, Published, "chunk, digest or rows")
+    found: Published = _unsealed(data, Published, "chunk, digest or rows")
+    return found
 
 
 def _unsealed(data: bytes, kind: Any, expected: str) -> Any:

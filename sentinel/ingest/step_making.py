@@ -74,9 +74,7 @@ class StepMaker:
         of = {one.rank: (one.incarnation, one.last_seq, one.num_rows) for one in decision.ranks}
         folders = {one.rank: self._received.incarnations[one.incarnation].folder for one in decision.ranks}
         found = [
-            self._rows_from.digest(
-                decision.step, tuple(of[part.rank] for part in own), [folders[part.rank] for part in own]
-            )
+            self._rows_from.digest(decision.step, tuple(of[part.rank] for part in own), [folders[part.rank] for part in own])
             for own in by_machine(parts)
         ]
         there = [one for one in found if one is not None]

@@ -18,8 +18,9 @@ from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
+from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
-from sentinel.testing import LossJump, Nan, SyntheticRun
+from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
 from sentinel.wire.frame import HEADER_BYTES, Buffer, Frame, FrameType, peek, scan, without_rows
 from sentinel.wire.spool_files import file_name
 
@@ -31,8 +32,9 @@ LAYOUTS = {
     "dp4, two machines": {"pp": 1, "dp": 4, "layers": 2, "ranks_per_host": 2},
     "tp2 dp2, two machines": {"pp": 1, "dp": 2, "tp": 2, "layers": 2, "ranks_per_host": 2},
     "pp4, four machines": {"pp": 4, "dp": 1, "ranks_per_host": 1},
-    "pp2 dp2, numbered otherwise, one machine": {"shuffle": True},
     "pp2 dp2, micro-steps": {"per_micro_step": True, "ranks_per_host": 2},
+    "tp4, numbered otherwise, one machine": {"pp": 1, "dp": 1, "tp": 4, "layers": 2, "shuffle": True},
+    "pp2 dp2, numbered otherwise, one machine": {"shuffle": True},
 }
 
 
@@ -61,9 +63,7 @@ class Elsewhere(RowSource):
                     self.num_bytes += len(data)
                     self._book.add(decode_digest(data), len(data))
 
-    def digest(
-        self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str] = ()
-    ) -> NodeDigest | None:
+    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str] = ()) -> NodeDigest | None:
         return self._book.find(step, of)
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
@@ -111,25 +111,29 @@ def of_digests(run: SyntheticRun, there: Path) -> tuple[list[ClosedStep], list[C
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.long) for at, one in enumerate(LAYOUTS)]
+)
 def test_steps_are_judged_of_digests_as_of_rows(tmp_path: Path, layout: str) -> None:
     run = small_run(tmp_path / "run", elements=64, **LAYOUTS[layout])
-    run.plant(Nan(step=9, module=run.modules()[3], rank=0, micro_step=1), LossJump(step=13, factor=50.0))
-    run.write(20)
+    skewed = BlowUp(step=20, module="layers.0.mlp", factor=4.0, for_steps=12, rank=3)
+    run.plant(Nan(step=9, module=run.modules()[3], rank=0, micro_step=1), LossJump(step=13, factor=50.0), skewed)
+    run.write(32)
     run.end()
     whole, made, source = of_digests(run, tmp_path / "there" / "run")
-    assert len(whole) == len(made) == 20
+    assert len(whole) == len(made) == 32
+    assert Engine(load_pack()).row_kinds == frozenset(KINDS)
     pack = load_pack()
-    by_rows, by_digests, num_found = Judge(pack), Judge(pack), 0
+    by_rows, by_digests, found = Judge(pack), Judge(pack), []
     for one, other in zip(whole, made, strict=True):
         assert other.num_rows == one.num_rows and other.is_of_digests == (one.step != 9)
         expected = by_rows.judge(one.decision, one)
         assert by_digests.judge(other.decision, other) == expected
-        num_found += len(expected.anomalies)
+        found += [one.rule for one in expected.anomalies]
         assert other.stats.tobytes() == one.stats.tobytes()
     assert by_digests.snapshot() == by_rows.snapshot()
-    assert num_found > 3
-    assert source.asked and source.asked <= {9, 10, 11, 12, 13, 14, 15}, source.asked
+    assert "non-finite" in found and ("rank-skew-layers" in found or not layout.startswith("dp4"))
+    assert 9 in source.asked and len(source.asked) < 8, source.asked
     # What was asked for, or is asked for now, is what it would have been.
     assert [seen(one) for one in made] == [seen(one) for one in whole]
 
