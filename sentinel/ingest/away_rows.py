@@ -64,7 +64,7 @@ class AwayRankStep(RankStep, frozen=True, kw_only=True):
     """The rows, once they were asked for."""
 
     @property
-    def rows(self) -> npt.NDArray[np.void]:  # type: ignore[override]
+    def rows(self) -> npt.NDArray[np.void]:  # type: ignore[misc] # what lies in the field is never looked at
         """[num_rows] ROW_DTYPE."""
         if not self.rows_seen:
             fetched = self.away.of(self.incarnation)

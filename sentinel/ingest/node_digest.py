@@ -159,6 +159,7 @@ def carried_rows(one: DigestedRank) -> npt.NDArray[np.void]:
         raise WireError(f"digest of rank {one.rank}: expected rows of {ROW_DTYPE.itemsize} bytes, got {error}") from error
 
 
+_MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, ValueError, zlib.error)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(NodeDigest)
 
@@ -176,7 +177,7 @@ def decode_digest(data: bytes) -> NodeDigest:
         if not unpacked.eof or unpacked.unused_data:
             raise ValueError(f"expected its end within {MAX_DIGEST_BYTES} bytes, got none or more behind it")
         found = _DECODER.decode(body)
-    except (*MALFORMED, ValueError, zlib.error) as error:
+    except _MALFORMED as error:
         raise WireError(f"digest of {len(data)} bytes: expected a step of a machine, got {error}") from error
     if found.version > VERSION:
         raise WireError(

@@ -64,8 +64,9 @@ class NodeMerge:
         self.unsplit = np.flatnonzero(num_held != num_shards)
         """Indices of tensors of which machines hold overlapping sets of shards: only all their rows tell what they are."""
         kept = ~np.isin(tensor, self.unsplit)
-        order = np.lexsort((place[kept], tensor[kept]))
-        tensor, place = tensor[kept][order], place[kept][order]
+        tensor, place = tensor[kept], place[kept]
+        order = np.lexsort((place, tensor))
+        tensor, place = tensor[order], place[order]
         num_parts = np.bincount(tensor, minlength=num_tensors)
         is_single = num_parts[tensor] == 1
         self._single_to, self._single_from = tensor[is_single], place[is_single]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 STEPS = 40
 KINDS = Engine(load_pack()).row_kinds
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[NatsBroker]:
-    with NatsBroker(tmp_path / "broker") as running:
-        yield running
 
 
 def recorded(directory: Path, layout: str, num_nodes: int, num_steps: int = STEPS) -> SyntheticRun:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +218,6 @@ def assert_same(one: Path, other: Path) -> None:
     assert anomalies(one), "nothing was found, so nothing was compared"
     assert result_bytes(one) == result_bytes(other)
     assert decisions(one) == decisions(other)
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[NatsBroker]:
-    with NatsBroker(tmp_path / "broker") as running:
-        yield running
 
 
 @pytest.mark.parametrize(("layout", "num_nodes"), [
