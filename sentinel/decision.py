@@ -65,6 +65,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     `lost_health`."""
     is_catching_up: bool = False
     """Of a step that lost rows: frames of the next step had come before it was closed."""
+    is_by_machine: bool | msgspec.UnsetType = msgspec.UNSET
+    """The rows of each machine were merged first, and then those sums (`ingest.node_merge`); not there: all were merged rank
+    by rank, as those of one machine, or of an older version, are."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):

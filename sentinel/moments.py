@@ -330,6 +330,23 @@ _BY_NAME: dict[str, Callable[[Moments], np.ndarray]] = {
 """Every statistic of record.STATISTICS, by public name."""
 
 
+MIN_TAIL_ELEMENTS = 64
+"""Elements of a tensor of which one can stand out: the kurtosis is at most the number of elements. Fewer: ordinary values
+stand out; more: small tensors are never looked at."""
+LONE_SHARE = 0.99
+"""Share of the kurtosis that one element alone would make, from which that element is nearly all of a weight: the root of
+the others' sum of squares is a tenth of it at most."""
+
+
+def tails(rows: np.ndarray) -> np.ndarray:
+    """Return the kurtosis of each row as a share of what one element alone would make it; 0 where it has too few."""
+    count = rows["count"].astype(np.float64)
+    with np.errstate(all="ignore"):
+        # As shares of the second moment: its square overflows where a value is 1e200.
+        share = rows["m4"] / np.maximum(rows["m2"], 1e-300) / np.maximum(rows["m2"], 1e-300)
+    return np.where((count >= MIN_TAIL_ELEMENTS) & np.isfinite(share), share, 0.0)
+
+
 def raw_statistic(rows: np.ndarray, statistic: str) -> np.ndarray:
     """Return the statistic of each row as torch would give it: NaN where it holds a NaN, +-inf for infinities."""
     values = np.array(Moments.from_rows(rows).statistic(statistic), dtype=np.float64)

@@ -51,6 +51,11 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True):
     ended_mono_s: float = 0.0
     """When the rank ended the step, in seconds of its monotonic clock: comparable within its incarnation alone."""
 
+    @property
+    def num_rows(self) -> int:
+        """Number of `rows`."""
+        return len(self.rows)
+
 
 class LogicalTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of the model, however many ranks hold it; or one rank's part where parts cannot be merged."""
@@ -226,6 +231,10 @@ class StepView(Protocol):
     @property
     def bad_rows(self) -> npt.NDArray[np.int64]:
         """Indices of rows that hold a non-finite value."""
+
+    @property
+    def lone_weights(self) -> npt.NDArray[np.int64]:
+        """Indices of rows of weights of which one element is nearly all (`moments.LONE_SHARE`)."""
 
     @property
     def stats(self) -> npt.NDArray[np.void]:

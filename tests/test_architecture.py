@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": set(),
     "history": {"exports", "store"},  # merged steps, vectors; what was found, and where the files of a run lie
     "mirrors": {"exports", "store", "report"},  # merged steps, event files; the journal; one way to post and to read secrets
-    "fleet": {"wire", "control", "store", "native"},  # spools; commands; where runs lie; checksums
+    "fleet": {"wire", "ingest", "control", "store", "native"},  # spools; digests; commands; where runs lie; checksums
     "judge": {"ingest", "logs", "detect", "rules", "order", "incidents", "control", "report", "store", "wire"},
     "web": set(),
     "daemon": STAGES - {"collect", "cli", "daemon", "postmortem"},

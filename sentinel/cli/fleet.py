@@ -45,6 +45,9 @@ def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
 def _lines(one: NodeStatus) -> list[str]:
     waits = f"{one.waiting_bytes / 2**20:.1f} MiB wait, for {one.waiting_s:.1f} s" if one.waiting_bytes else "all is held"
     lines = [f"{one.run}  node {one.node}  {one.num_spools} spools  {waits}  join {one.join or '-'}"]
+    if one.num_steps_of_digests or one.num_steps_of_rows:
+        rows = f"the rows of {one.num_steps_of_rows} were asked for"
+        lines.append(f"  {one.num_steps_of_digests} steps judged of digests; {rows}")
     for folder, (file, offset) in sorted(one.head.items()):
         held, at = one.held.get(folder, ("", 0))
         index, acked = one.acked.get(folder, (0, 0))

@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "run": ("sentinel.cli.run:run", "Run a training command with a daemon beside it."),
     "serve": ("sentinel.cli.serve:serve", "Judge a run, or a directory of runs, as it is written."),
     "ship": ("sentinel.cli.ship:ship", "Publish the spools of this machine to a fleet's broker."),
+    "node": ("sentinel.cli.node:node", "Publish what this machine's ranks come to, and its spools without their rows."),
     "join": ("sentinel.cli.join:join", "Judge the runs of all nodes that ship to a broker."),
     "fleet": ("sentinel.cli.fleet:fleet", "Say where the nodes of a fleet stand."),
     "status": ("sentinel.cli.status:status", "Say where each run stands."),

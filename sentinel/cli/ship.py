@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -34,17 +35,21 @@ def ship(
     Default: $SENTINEL_DIR, else ./sentinel_runs. Trainers are not touched: what the broker does not take waits in their
     spools. SIGTERM and SIGINT wait until the join holds everything (exit code 0), or for --drain-s (1).
     """
-    import logging
-
     begin_log(sys.stderr, log_format, log_level)
+    return publish(directory, broker, node, drain_s, None)
+
+
+def publish(
+    directory: str | None, broker: BrokerConfig, node: str | None, drain_s: float, digested_kinds: frozenset[str] | None
+) -> int:
+    """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; others as the options of `ship`."""
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")
     nats_client()
-    name = node or socket.gethostname()
-    shipping = Shipping(
-        NodeRuns(where, name, on_problem=logging.getLogger("sentinel.fleet").warning), broker, drain_s=drain_s
-    )
+    problem = logging.getLogger("sentinel.fleet").warning
+    runs = NodeRuns(where, node or socket.gethostname(), digested_kinds=digested_kinds, on_problem=problem)
+    shipping = Shipping(runs, broker, drain_s=drain_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
     return 0 if asyncio.run(shipping.run()) else 1

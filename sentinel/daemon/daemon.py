@@ -29,6 +29,7 @@ from sentinel.daemon.served_runs import ServedRuns, take_from_others
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
 from sentinel.errors import StoreError
+from sentinel.ingest.away_rows import RowSource
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign
 from sentinel.report.heartbeat import HeartbeatSender
@@ -76,6 +77,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Reads that file again for a reload, with what the command line says on top; ConfigError."""
     on_the_way: Callable[[str], Collection[str]] = lambda run: ()
     """Returns the folders of a run's spools of which more is known to exist than has come to this disk; for any thread."""
+    rows_from: Callable[[str], RowSource | None] = lambda run: None
+    """Returns where the rows of a run are that its spools here have not got; None: they have all."""
     standby_of: Callable[[], str] = lambda: ""
     """Returns who judges in our place, whatever the locks of runs say; empty: nobody. A daemon that judged before judges no
     more then, and is to be stopped."""
@@ -113,7 +116,8 @@ class Daemon:
         self._runs = ServedRuns(
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
             serve=lambda paths: ServedRun(
-                paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name)
+                paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
+                options.rows_from(paths.name),
             ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)

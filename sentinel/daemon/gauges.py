@@ -130,7 +130,8 @@ class RunGauges:
     def _take_bad(self, view: StepView) -> None:
         """Count the non-finite elements of a step."""
         bad = view.bad_rows
-        bad = bad[view.row_logical[bad] >= 0]
+        if len(bad):
+            bad = bad[view.row_logical[bad] >= 0]
         if not len(bad):
             return
         num_nan, num_inf = np.zeros(len(view.tensors), np.int64), np.zeros(len(view.tensors), np.int64)

@@ -46,6 +46,7 @@ from sentinel.decision import Tick, decode_decision
 from sentinel.errors import StoreError
 from sentinel.exports.series import RecentSteps
 from sentinel.incident import Incident
+from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.judge.packs import RulePacks
 from sentinel.judge.snapshot import Snapshot
@@ -81,12 +82,13 @@ class ServedRun:
         meters: DaemonMeters | None = None,
         environ: Mapping[str, str] = NO_ENVIRONMENT,
         on_the_way: Callable[[], Collection[str]] = tuple,
+        rows_from: RowSource | None = None,
     ) -> None:
         """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors.
 
-        on_the_way: as of `RunFollower`.
+        on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`.
         """
-        self._on_the_way = on_the_way
+        self._on_the_way, self._rows_from = on_the_way, rows_from
         self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
@@ -262,7 +264,7 @@ class ServedRun:
         def stages(pack_hash: str) -> RunStages:
             return RunStages(
                 self.paths, config.judging, self._packs, self._notices.add_problem, pack_hash=pack_hash,
-                on_the_way=self._on_the_way,
+                on_the_way=self._on_the_way, rows_from=self._rows_from,
             )  # fmt: skip
 
         def restored(snapshot: Snapshot) -> RunStages:

@@ -8,6 +8,7 @@ from sentinel.daemon.command_note import read_note
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.watching import RunWatch
 from sentinel.decision import Tick
+from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.judge.config import JudgingConfig
@@ -28,16 +29,17 @@ class RunStages:
         *,
         pack_hash: str,
         on_the_way: Callable[[], Collection[str]] = tuple,
+        rows_from: RowSource | None = None,
     ) -> None:
         """on_problem: called with what makes a rank unreadable. pack_hash: of the rules to begin with.
 
-        on_the_way: as of `RunFollower`.
+        on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`.
         """
         self.pack_hash = pack_hash
         """Of the rules that the judge judges by."""
         self.follower = RunFollower(paths.run_dir, on_problem=on_problem, on_the_way=on_the_way)
         self.assembler = StepAssembler(
-            paths.name, late_after_steps=config.late_after_steps, late_after_s=config.late_after_s
+            paths.name, late_after_steps=config.late_after_steps, late_after_s=config.late_after_s, rows_from=rows_from
         )
         self.watch = RunWatch(self.follower, self.assembler, lambda: read_note(paths))
         self.judge = Judge(packs.named(pack_hash), max_anomalies=config.max_anomalies_per_step)

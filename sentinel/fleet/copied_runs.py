@@ -9,7 +9,9 @@ behind. A node that was silent for `SILENT_S` is waited for no more: its ranks a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import os
 import threading
 import time
@@ -19,7 +21,19 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
-from sentinel.fleet.sealed import MAX_COMMANDS, VERSION, Answer, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.fetched_rows import FetchedRows
+from sentinel.fleet.sealed import (
+    MAX_COMMANDS,
+    PLAIN_VERSION,
+    Answer,
+    Beat,
+    DigestPiece,
+    FilePlace,
+    RowsPiece,
+    SpoolChunk,
+    SpoolHead,
+    SpoolHeld,
+)
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.printable import printable
@@ -74,6 +88,7 @@ class CopiedRuns:
         """What is refused -> why."""
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _Run] = {}
+        self._rows: dict[str, FetchedRows] = {}
         self._begun, self._begin_s = clock(), begin_s
         self._held_bytes = 0
         self._lock = threading.Lock()
@@ -117,6 +132,45 @@ class CopiedRuns:
             self._runs[chunk.run].held.append((self._clock(), chunk))
             self._held_bytes += len(chunk.data)
 
+    def rows_of(self, run: str) -> FetchedRows:
+        """Return where the digests of a run are, and the rows that its copies have not got."""
+        with self._lock:
+            return self._rows_of(run)
+
+    def take_digest(self, piece: DigestPiece) -> None:
+        """Take in a part of a digest."""
+        with self._lock:
+            self.counts["digest_bytes"] += len(piece.data)
+            if not self._is_run(piece.run, piece.node):
+                self.counts["refused"] += 1
+                return
+            try:
+                self._rows_of(piece.run).take_digest(piece)
+            except WireError as error:
+                self._refuse(f"{piece.run}/{piece.node}/digest", f"run {printable(piece.run)}: {error}")
+
+    def take_rows(self, piece: RowsPiece) -> None:
+        """Take in a part of a frame of rows."""
+        with self._lock:
+            if self._claim(piece.run, piece.folder, piece.node):
+                self.counts["refused"] += 1
+                return
+            copy = self._runs[piece.run].copies[piece.folder]
+            if piece.num_bytes and copy.away.get((piece.file_index, piece.offset)) != piece.num_bytes:
+                self.counts["repeated"] += 1
+                return
+            try:
+                self.counts["rows_bytes"] += self._rows_of(piece.run).take_rows(piece, copy.fill)
+            except (OSError, WireError) as error:
+                what = f"{piece.run}/{piece.folder}/rows/{type(error).__name__}"
+                self._refuse(what, f"run {printable(piece.run)}: {error}")
+
+    def end(self, why: str) -> None:
+        """Have nobody wait for rows any more. why: in words."""
+        with self._lock:
+            for rows in self._rows.values():
+                rows.why_ended = why
+
     def take_beat(self, beat: Beat, *, is_drained: bool) -> Answer | None:
         """Take in what a node says, and return the answer; None: there is none to a run of such a name."""
         with self._lock:
@@ -130,11 +184,13 @@ class CopiedRuns:
                 run.seen_until[beat.node] = max(run.seen_until.get(beat.node, 0.0), beat.echo[1] / 1e9)
             if beat.is_leaving:
                 run.heard.pop(beat.node, None)
+            rows = self._rows_of(beat.run)
             spools = {folder: self._answered(run, beat, folder, head) for folder, head in beat.spools.items()}
             return Answer(
-                version=VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run, spools=spools,
-                commands=self._commands(beat.run, set(beat.commands)),
-                is_drained=is_drained and not run.held,
+                version=PLAIN_VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run,
+                spools=spools, commands=self._commands(beat.run, set(beat.commands)),
+                is_drained=is_drained and not run.held, wanted=rows.wanted(beat.node),
+                num_steps=(rows.num_steps, rows.num_fetched),
             )  # fmt: skip
 
     def release(self) -> int:
@@ -196,7 +252,7 @@ class CopiedRuns:
             witness_bytes = (copy.folder / WITNESS).lstat().st_size
         except OSError:
             witness_bytes = 0
-        return SpoolHeld(copy.place, read_ack(copy.folder), witness_bytes)
+        return SpoolHeld(copy.place, read_ack(copy.folder), witness_bytes, num_away=copy.num_away())
 
     def _commands(self, run: str, known: set[str]) -> dict[str, bytes]:
         """Return the commands of a run that a node does not name: the oldest first, up to a bound."""
@@ -219,6 +275,25 @@ class CopiedRuns:
                 break
             found[name] = data
         return found
+
+    def _rows_of(self, run: str) -> FetchedRows:
+        found = self._rows.get(run)
+        if found is None:
+            found = self._rows[run] = FetchedRows(
+                self.directory / run, owner=functools.partial(self._owner, run),
+                is_heard=functools.partial(self._is_heard, run),
+            )  # fmt: skip
+        return found
+
+    # For the thread that judges, without the lock: each reads one entry.
+
+    def _owner(self, run: str, folder: str) -> str:
+        known = self._runs.get(run)
+        return "" if known is None else known.owners.get(folder, "")
+
+    def _is_heard(self, run: str, node: str) -> bool:
+        known = self._runs.get(run)
+        return known is not None and self._clock() - known.heard.get(node, -math.inf) < SILENT_S
 
     # Whose is whose.
 

@@ -18,7 +18,7 @@ from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
-from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
+from sentinel.fleet.sealed import Beat, DigestPiece, SpoolChunk, seal, unseal, unseal_published
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -46,6 +46,8 @@ class JoinIntake:
         """Why nothing is taken just now; empty: it is."""
         self.lost = ""
         """Why this process is no join any more, nor will be; empty: it is, or stands by."""
+        self.num_taken_bytes = 0
+        """Bytes of the messages that were taken from the stream."""
         self.is_connected = False
         """Whether there is a broker, and its stream is read."""
         self._copies, self._broker, self._lease, self._stream_bytes = copies, broker, lease, stream_bytes
@@ -75,6 +77,7 @@ class JoinIntake:
 
     def close(self) -> None:
         """End, and wait for the end."""
+        self._copies.end("the join ends")
         self._is_closing.set()
         if self._thread.is_alive():
             self._thread.join(10.0)
@@ -83,6 +86,7 @@ class JoinIntake:
         try:
             asyncio.run(self._serve())
         except Exception as error:
+            self._copies.end(f"{type(error).__name__}: {error}")
             self.lost = f"{type(error).__name__}: {error}"
             log.exception("join: nothing is taken any more")
             self._on_lost()
@@ -126,6 +130,7 @@ class JoinIntake:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.close(), 2.0)
         if not self._is_closing.is_set():
+            self._copies.end("the lease was lost")
             self.lost = f"the lease was not renewed for {self._lease.times.stop_s:g} s, or taken by {self.standby_of}"
             log.error("join: %s; this process does nothing more and ends", self.lost)
             self._on_lost()
@@ -243,11 +248,17 @@ class JoinIntake:
     def _take_message(self, message: Msg) -> None:
         self._newest_seq = max(self._newest_seq, message.metadata.sequence.stream)
         try:
-            chunk = unseal(message.data, SpoolChunk)
+            published = unseal_published(message.data)
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
-        self._copies.take_chunk(chunk)
+        self.num_taken_bytes += len(message.data)
+        if isinstance(published, SpoolChunk):
+            self._copies.take_chunk(published)
+        elif isinstance(published, DigestPiece):
+            self._copies.take_digest(published)
+        else:
+            self._copies.take_rows(published)
 
     async def _take_beat(self, client: Client, message: Msg) -> None:
         from nats.errors import Error

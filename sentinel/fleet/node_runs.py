@@ -9,26 +9,36 @@ from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
 from sentinel.errors import StoreError
+from sentinel.fleet.node_digests import RunDigests
 from sentinel.fleet.sealed import (
     MAX_COMMANDS,
     MAX_MESSAGE_BYTES,
+    PLAIN_VERSION,
     ROOM_BYTES,
     VERSION,
     Answer,
     Beat,
+    DigestPiece,
     FilePlace,
+    Published,
+    RowsPiece,
     SpoolChunk,
     SpoolHead,
 )
-from sentinel.fleet.spool_cursor import SpoolCursor, last_index
+from sentinel.fleet.spool_cursor import SpoolCursor, frames_of_rows, last_index, without_payloads
+from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
+from sentinel.wire.frame import MAX_FRAME_BYTES
 from sentinel.wire.pulse import read_pulse
 from sentinel.wire.spool import parse_incarnation_folder, read_ack, write_ack
+from sentinel.wire.spool_files import file_name, read_window
 from sentinel.wire.witness import MAX_BYTES as MAX_WITNESS_BYTES
 from sentinel.wire.witness import NAME as WITNESS
 
 CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
+THINNED_BYTES = 4 * 2**20
+"""Most bytes of a spool that one chunk without rows stands for, and of rows that are read at once."""
 RESEND_S = 3.0
 """What was published and is not held so long after the stream was drained is published again."""
 MAX_SPOOLS = 512
@@ -43,6 +53,8 @@ class _Spool:
         self.moved = 0.0
         """When `held` changed, or all was sent anew, monotonic seconds."""
         self.acked = (0, 0)
+        self.num_away = 0
+        """Frames behind `acked` whose rows the join has not got."""
         self.witness_bytes = -1
         self.refused = ""
         self.waits_since: float | None = None
@@ -53,6 +65,12 @@ class _NodeRun:
         self.run_dir = run_dir
         self.spools: dict[str, _Spool] = {}
         self.echo = ("", 0)
+        self.digests: RunDigests | None = None
+        self.wanted: dict[AwayFrame, float] = {}
+        """Frame that the join asks for -> when it was sent last, monotonic seconds."""
+        self.owed: dict[AwayFrame, float] = {}
+        """The same of frames that the join is to have before this node ends."""
+        self.num_digests = 0
 
 
 class NodeRuns:
@@ -63,11 +81,19 @@ class NodeRuns:
         directory: Path,
         node: str,
         *,
+        digested_kinds: frozenset[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """directory: of the runs of this machine. on_problem: told of each thing that goes wrong, once."""
+        """directory: of the runs of this machine. on_problem: told of each thing that goes wrong, once.
+
+        digested_kinds: spools are published without their rows, for which digests stand that carry the rows of these kinds;
+        None: spools are published as they are.
+        """
         self.directory, self.node = directory, node
+        self._kinds = digested_kinds
+        self._owed_at = -RESEND_S
+        """When `send_rows` looked last, monotonic seconds."""
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _NodeRun] = {}
         self._told: set[str] = set()
@@ -81,35 +107,102 @@ class NodeRuns:
             if not name.isprintable():
                 self._tell(f"run {printable(name)!r}: expected visible characters in its name; it is not shipped")
                 continue
-            run = self._runs.setdefault(name, _NodeRun(path))
+            run = self._runs.get(name)
+            if run is None:
+                run = self._runs[name] = _NodeRun(path)
+                if self._kinds is not None:
+                    run.digests = RunDigests(path, self._kinds)
             folders = {one for one in _names(path / "spool") if parse_incarnation_folder(one) is not None}
             for folder in run.spools.keys() - folders:
                 del run.spools[folder]
             for folder in sorted(folders - run.spools.keys()):
                 run.spools[folder] = _Spool(path / "spool" / folder)
 
-    def next(self) -> Iterator[SpoolChunk]:
-        """Yield the next chunk of each spool that has one and of which the join has said how far it holds it."""
+    def next(self) -> Iterator[Published]:
+        """Yield what is to be published next: of each spool of which the join has said how far it holds it one chunk.
+
+        Digests go before the ends of their steps, for a join that has none asks for all rows.
+        """
         for name, run in self._runs.items():
+            yield from self._digested(name, run)
+            yield from self._asked(name, run)
             for folder, spool in run.spools.items():
                 if spool.held is None or spool.refused:
                     continue
-                piece = spool.cursor.next(CHUNK_BYTES)
-                if piece is not None:
-                    yield SpoolChunk(
-                        version=VERSION, node=self.node, run=name, folder=folder, file=piece.file, offset=piece.offset,
-                        after=piece.after, size=piece.size, data=piece.data,
-                    )  # fmt: skip
+                chunk = self._chunk(name, folder, spool)
+                if chunk is not None:
+                    yield chunk
 
-    def take_back(self, chunk: SpoolChunk) -> None:
-        """Have a chunk that could not be published read again, and all behind it."""
-        spool = self._spool(chunk.run, chunk.folder)
-        if spool is None:
+    def take_back(self, published: Published) -> None:
+        """Have a chunk that could not be published read again, and all behind it. Of others the join asks again."""
+        spool = self._spool(published.run, published.folder) if isinstance(published, SpoolChunk) else None
+        if spool is None or not isinstance(published, SpoolChunk):
             return
+        chunk = published
         place = chunk.after if chunk.size or chunk.offset == 0 else FilePlace(chunk.file, chunk.offset)
         now, then = spool.cursor.place, place
         if (last_index(then.file), then.offset) <= (last_index(now.file), now.offset):
             spool.cursor.seek(place)
+
+    def send_rows(self) -> None:
+        """Have all rows sent that the join has not got and has not committed: this node ends, and cannot be asked then."""
+        now = self._clock()
+        if now - self._owed_at < RESEND_S:
+            return
+        self._owed_at = now
+        for run in self._runs.values():
+            for spool in run.spools.values():
+                if spool.num_away and not spool.refused:
+                    for frame in frames_of_rows(spool.cursor.folder, spool.acked):
+                        run.owed.setdefault(frame, now - RESEND_S)
+
+    @property
+    def num_away(self) -> int:
+        """Frames of rows that the join has not got, and not committed, as it said last."""
+        return sum(spool.num_away for run in self._runs.values() for spool in run.spools.values() if not spool.refused)
+
+    def _chunk(self, name: str, folder: str, spool: _Spool) -> SpoolChunk | None:
+        begin = spool.cursor.place
+        piece = spool.cursor.next(CHUNK_BYTES if self._kinds is None else THINNED_BYTES)
+        data, away = (b"", ()) if piece is None else (piece.data, ()) if self._kinds is None else without_payloads(piece)
+        if len(data) + 16 * len(away) > CHUNK_BYTES:
+            # What is not rows is long: in smaller pieces.
+            spool.cursor.seek(begin)
+            piece, away = spool.cursor.next(CHUNK_BYTES), ()
+            data = b"" if piece is None else piece.data
+        if piece is None:
+            return None
+        return SpoolChunk(
+            version=VERSION if away else PLAIN_VERSION, node=self.node, run=name, folder=folder, file=piece.file,
+            offset=piece.offset, after=piece.after, size=piece.size, data=data, away=away,
+        )  # fmt: skip
+
+    def _digested(self, name: str, run: _NodeRun) -> Iterator[DigestPiece]:
+        for data in run.digests.next() if run.digests is not None else ():
+            run.num_digests += 1
+            cuts = range(0, len(data), CHUNK_BYTES)
+            for part, at in enumerate(cuts):
+                yield DigestPiece(
+                    version=VERSION, node=self.node, run=name, number=run.num_digests, part=part, num_parts=len(cuts),
+                    data=data[at : at + CHUNK_BYTES],
+                )  # fmt: skip
+
+    def _asked(self, name: str, run: _NodeRun) -> Iterator[RowsPiece]:
+        """Yield the rows that were asked for, unless they are on their way."""
+        now, num_bytes = self._clock(), 0
+        for sent_at, frame in [(asked, one) for asked in (run.wanted, run.owed) for one in asked]:
+            spool = run.spools.get(frame.folder)
+            if spool is None or now - sent_at[frame] < RESEND_S or num_bytes > THINNED_BYTES:
+                continue
+            sent_at[frame] = now
+            found = read_window(spool.cursor.folder / file_name(frame.file_index), frame.offset, frame.num_bytes)
+            data = b"" if found is None or len(found[0]) < frame.num_bytes else found[0]
+            num_bytes += len(data)
+            for at in range(0, max(len(data), 1), CHUNK_BYTES):
+                yield RowsPiece(
+                    version=VERSION, node=self.node, run=name, folder=frame.folder, file_index=frame.file_index,
+                    offset=frame.offset, num_bytes=len(data), at=at, data=data[at : at + CHUNK_BYTES],
+                )  # fmt: skip
 
     def beats(self, *, blocked: str = "", is_leaving: bool = False) -> Iterator[Beat]:
         """Yield what is to be said of each run."""
@@ -122,7 +215,7 @@ class NodeRuns:
                 heads = {one: heads[one] for one in by_need[:MAX_SPOOLS]}
             names = sorted(one for one in _names(run.run_dir / "control") if COMMAND_FILE.fullmatch(one))
             yield Beat(
-                version=VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
+                version=PLAIN_VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
                 blocked=blocked, is_leaving=is_leaving,
             )  # fmt: skip
 
@@ -136,6 +229,12 @@ class NodeRuns:
         is_new_join = answer.join != run.echo[0]
         run.echo = (answer.join, answer.stamp)
         now = self._clock()
+        if self._kinds is not None:
+            run.wanted = {
+                frame: run.wanted.get(frame, now - RESEND_S)
+                for frame in answer.wanted
+                if frame.folder in run.spools and 0 < frame.num_bytes <= MAX_FRAME_BYTES and frame.offset >= 0
+            }
         for folder, said in answer.spools.items():
             spool = run.spools.get(folder)
             if spool is None:
@@ -155,6 +254,7 @@ class NodeRuns:
                 spool.cursor.seek(said.held)
                 spool.moved = now
             spool.held = said.held
+            spool.num_away = said.num_away
             self._commit(spool, said.acked)
         for name, data in answer.commands.items():
             self._obey(run, name, data)

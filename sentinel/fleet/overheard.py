@@ -35,6 +35,10 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Spool folder -> (file index, offset) behind what is committed, as the node has it."""
     join: str
     """The join that answers; empty: none does."""
+    num_steps_of_digests: int
+    """Steps that the join judged of digests, since it began."""
+    num_steps_of_rows: int
+    """Steps of which it asked for rows, those among them."""
     blocked: list[str]
     """Why something does not go on, in words."""
 
@@ -76,5 +80,7 @@ def _status(beat: Beat, answer: Answer | None) -> NodeStatus:
         head={folder: (one.head.file, one.head.offset) for folder, one in beat.spools.items()},
         held={folder: (one.held.file, one.held.offset) for folder, one in said.items()},
         acked={folder: one.acked for folder, one in beat.spools.items()},
+        num_steps_of_digests=answer.num_steps[0] if answer is not None else 0,
+        num_steps_of_rows=answer.num_steps[1] if answer is not None else 0,
         join=answer.join if answer is not None else "", blocked=blocked,
     )  # fmt: skip

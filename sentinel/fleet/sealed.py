@@ -5,18 +5,25 @@ A message is the crc32 of its body, 4 bytes, little-endian, and the body in msgp
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from sentinel.errors import MALFORMED, WireError
+from sentinel.ingest.step_parts import AwayFrame
 from sentinel.native import crc32
+from sentinel.wire.frame import HEADER_BYTES
 
-VERSION = 1
+VERSION = 2
+"""The newest that is understood here: chunks without rows, digests and rows. All else bears `PLAIN_VERSION`."""
 MAX_MESSAGE_BYTES = 512 * 2**10
 """Most bytes of one message: half of what a server takes by default, for clients do not count headers."""
 ROOM_BYTES = 4 * 2**10
 """What of a message is not the bytes of a spool, at most."""
+MAX_CHUNK_BYTES = 16 * 2**20
+"""Most bytes of a file that one chunk stands for, the rows that are not in it among them."""
+PLAIN_VERSION = 1
+"""Of messages that have nothing newer in them."""
 MAX_COMMANDS = 512
 """Newest commands that a beat names."""
 _CRC_BYTES = 4
@@ -44,6 +51,60 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """The place behind which this file begins, or goes on: what comes before it must be there first."""
     size: int
     """Of a thinned file, which is whole or not there, all its bytes; 0: the file is a whole one, and may grow."""
+    data: bytes
+    away: tuple[tuple[int, int], ...] = ()
+    """(offset in the chunk, bytes) of payloads of rows that are not in `data`, rising: digests stand for them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file that it stands for."""
+        return len(self.data) + sum(size for _, size in self.away)
+
+    def whole(self) -> bytes:
+        """Return the bytes of the file, zeros where rows are away."""
+        parts, at, begin = [], 0, 0
+        for offset, size in self.away:
+            parts += [self.data[begin : begin + offset - at], bytes(size)]
+            begin, at = begin + offset - at, offset + size
+        return b"".join([*parts, self.data[begin:]])
+
+    def __post_init__(self) -> None:
+        at = 0
+        for offset, size in self.away:
+            if offset < at + HEADER_BYTES or size <= 0 or self.size:
+                raise ValueError(f"expected rows behind their headers, got {size} bytes at {offset}")
+            at = offset + size
+        if self.away and not at <= self.num_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"expected at most {MAX_CHUNK_BYTES} bytes, rows within them, got {self.num_bytes}")
+
+
+class DigestPiece(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
+    """A part of what a machine came to in a step (`ingest.node_digest`): of several the whole is put together."""
+
+    version: int
+    node: str
+    run: str
+    number: int
+    """Of the digest, by the process that made it: no two of one process have the same."""
+    part: int
+    num_parts: int
+    data: bytes
+
+
+class RowsPiece(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
+    """A part of a frame of rows that the join asked for, or that it is to have before the node ends."""
+
+    version: int
+    node: str
+    run: str
+    folder: str
+    file_index: int
+    offset: int
+    """Of the frame in its file."""
+    num_bytes: int
+    """Of the whole frame; 0: it is there no more."""
+    at: int
+    """Of the data in the frame."""
     data: bytes
 
 
@@ -95,6 +156,8 @@ class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
     witness_bytes: int = 0
     refused: str = ""
     """Why nothing of this spool is taken from this node; empty: it is."""
+    num_away: int = 0
+    """Frames behind `acked` whose rows are not here."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
@@ -112,17 +175,23 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Name -> bytes of commands that the node does not have."""
     is_drained: bool = False
     """Nothing waits in the stream: what was published and is not held is lost."""
+    wanted: tuple[AwayFrame, ...] = ()
+    """Frames of rows that are waited for."""
+    num_steps: tuple[int, int] = (0, 0)
+    """Steps that were judged of digests, and steps whose rows were asked for, since the join began."""
 
 
+Published: TypeAlias = SpoolChunk | DigestPiece | RowsPiece
+"""What a node publishes on the stream."""
 Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[type[SpoolChunk | Beat | Answer], msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer)
+_DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer, Published)
 }
 
 
-def seal(message: SpoolChunk | Beat | Answer) -> bytes:
+def seal(message: Published | Beat | Answer) -> bytes:
     """Return the bytes of a message."""
     body = _ENCODER.encode(message)
     return crc32(body).to_bytes(_CRC_BYTES, "little") + body
@@ -130,13 +199,24 @@ def seal(message: SpoolChunk | Beat | Answer) -> bytes:
 
 def unseal(data: bytes, kind: type[Sealed]) -> Sealed:
     """Return the message of a kind that these bytes are. WireError: they are none, or were changed on their way."""
+    found: Sealed = _unsealed(data, kind, kind.__name__.lower())
+    return found
+
+
+def unseal_published(data: bytes) -> Published:
+    """Return what a node published. WireError as of `unseal`."""
+    found: Published = _unsealed(data, Published, "chunk, digest or rows")
+    return found
+
+
+def _unsealed(data: bytes, kind: Any, expected: str) -> Any:
     body = memoryview(data)[_CRC_BYTES:]
     if len(data) <= _CRC_BYTES or crc32(body) != int.from_bytes(data[:_CRC_BYTES], "little"):
         raise WireError(f"message of {len(data)} bytes: expected the crc32 of what follows in front, got another")
     try:
-        found: Sealed = _DECODERS[kind].decode(body)
+        found = _DECODERS[kind].decode(body)
     except MALFORMED as error:
-        raise WireError(f"message of {len(data)} bytes: expected a {kind.__name__.lower()}, got {error}") from error
+        raise WireError(f"message of {len(data)} bytes: expected a {expected}, got {error}") from error
     if found.version > VERSION:
         raise WireError(
             f"message of version {found.version}: expected {VERSION} at most; install the same sentinel on nodes and join"

@@ -15,7 +15,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.sealed import Answer, SpoolChunk, seal, unseal
+from sentinel.fleet.sealed import Answer, Published, seal, unseal
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -102,8 +102,9 @@ class Shipping:
             has_moved = await self._publish_next(client, jetstream)
             if self._stop.is_set():
                 until = until or now + self._drain_s
-                if not self._flying and not self._runs.num_waiting_bytes:
+                if not self._flying and not self._runs.num_waiting_bytes and not self._runs.num_away:
                     return True
+                self._runs.send_rows()
                 if now >= until:
                     return False
             if not has_moved:
@@ -119,11 +120,11 @@ class Shipping:
         if self._num_failures == 0:
             self.blocked = ""
         has_moved = False
-        for chunk in self._runs.next():
+        for published in self._runs.next():
             has_moved = True
-            data = seal(chunk)
+            data = seal(published)
             self._flying_bytes += len(data)
-            task = asyncio.ensure_future(self._publish(jetstream, chunk, data))
+            task = asyncio.ensure_future(self._publish(jetstream, published, data))
             self._flying.add(task)
             task.add_done_callback(self._flying.discard)
             # Lets it hand over its bytes before the next: messages leave in order.
@@ -132,18 +133,18 @@ class Shipping:
                 break
         return has_moved
 
-    async def _publish(self, jetstream: JetStreamContext, chunk: SpoolChunk, data: bytes) -> None:
+    async def _publish(self, jetstream: JetStreamContext, published: Published, data: bytes) -> None:
         from nats.errors import Error
 
         try:
             await jetstream.publish(
-                subjects.raw(chunk.run, chunk.node),
+                subjects.raw(published.run, published.node),
                 data,
                 timeout=ACKNOWLEDGED_S,
                 headers={"Nats-Expected-Stream": subjects.STREAM},
             )
         except (TimeoutError, Error, OSError) as error:
-            self._failed(chunk, error)
+            self._failed(published, error)
         else:
             self.num_published += 1
             self.num_published_bytes += len(data)
@@ -151,8 +152,8 @@ class Shipping:
         finally:
             self._flying_bytes -= len(data)
 
-    def _failed(self, chunk: SpoolChunk, error: Exception) -> None:
-        self._runs.take_back(chunk)
+    def _failed(self, published: Published, error: Exception) -> None:
+        self._runs.take_back(published)
         self._num_failures += 1
         self._paused_until = time.monotonic() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self._num_failures, 10))
         words = getattr(error, "description", None) or str(error) or type(error).__name__

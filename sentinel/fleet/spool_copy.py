@@ -10,8 +10,9 @@ from sentinel.errors import WireError
 from sentinel.fleet.sealed import FilePlace, SpoolChunk
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.private_files import create_file, make_directory
+from sentinel.wire.frame import HEADER_BYTES, FrameType, peek, without_rows
 from sentinel.wire.spool import read_ack
-from sentinel.wire.spool_files import file_name, list_files, list_kept, read_name
+from sentinel.wire.spool_files import file_name, list_files, list_kept, read_name, read_window
 
 MAX_EARLY_BYTES = 16 * 2**20
 """Most bytes of chunks that wait for those before them; past it they are dropped, and asked for again."""
@@ -31,10 +32,13 @@ class SpoolCopy:
         """Chunks that came too early for the room that there is."""
         self._early: dict[tuple[str, int], SpoolChunk] = {}
         self._early_bytes = 0
+        self.away: dict[tuple[int, int], int] = {}
+        """(file index, offset) of frames whose rows are not here -> bytes of the frame."""
         self._part: tuple[str, int] = ("", 0)
         """(thinned file of which a part is here, bytes of it)"""
         self.place = self._found()
         """Behind all that is here."""
+        self._find_away()
 
     def take(self, chunk: SpoolChunk) -> int:
         """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
@@ -75,28 +79,78 @@ class SpoolCopy:
         """Return the bytes of a chunk that were written; None: what is before it is not there yet."""
         is_whole = isinstance(read_name(chunk.file), int)
         if chunk.file == self.place.file:
-            if not is_whole or chunk.offset + len(chunk.data) <= self.place.offset:
+            if not is_whole or chunk.offset + chunk.num_bytes <= self.place.offset:
                 return 0
             if chunk.offset > self.place.offset:
                 return None
-            return self._append(chunk.file, self.place.offset, chunk.data[self.place.offset - chunk.offset :])
+            return self._append(chunk, self.place.offset)
         if last_index(chunk.file) < last_index(self.place.file):
             return 0
         if chunk.after != self.place:
             return None
         if is_whole:
-            return self._append(chunk.file, 0, chunk.data) if chunk.offset == 0 else None
+            return self._append(chunk, 0) if chunk.offset == 0 else None
         return self._append_part(chunk)
 
-    def _append(self, name: str, offset: int, data: bytes) -> int:
+    def _append(self, chunk: SpoolChunk, offset: int) -> int:
+        """Write what of a chunk lies behind an offset of its file."""
+        data, index = chunk.whole()[offset - chunk.offset :], last_index(chunk.file)
         make_directory(self.folder)
-        fd = create_file(self.folder / name, os.O_WRONLY | os.O_NOFOLLOW)
+        fd = create_file(self.folder / chunk.file, os.O_WRONLY | os.O_NOFOLLOW)
         try:
-            _write_all(fd, data, offset)
+            at = offset
+            for away, size in chunk.away:
+                begin = chunk.offset + away
+                if begin >= at:
+                    _write_all(fd, data[at - offset : begin - offset], at)
+                    at = begin + size
+            _write_all(fd, data[at - offset :], at)
+            # Rows that are not here take no room on the disk.
+            os.ftruncate(fd, offset + len(data))
         finally:
             os.close(fd)
-        self.place = FilePlace(name, offset + len(data))
+        for away, size in chunk.away:
+            if chunk.offset + away - HEADER_BYTES >= offset:
+                self.away[index, chunk.offset + away - HEADER_BYTES] = HEADER_BYTES + size
+        self.place = FilePlace(chunk.file, offset + len(data))
         return len(data)
+
+    def fill(self, file_index: int, offset: int, frame: bytes) -> bool:
+        """Write a frame of rows where they were away; return whether they were. WireError: it is another frame.
+
+        The header comes last: until then whoever reads takes them for away.
+        """
+        if (file_index, offset) not in self.away:
+            return False
+        fd = os.open(self.folder / file_name(file_index), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            expected = os.pread(fd, HEADER_BYTES, offset)
+            if self.away[file_index, offset] != len(frame) or without_rows(frame) != expected:
+                raise WireError(f"spool {self.folder.name}: expected the rows at {offset} of file {file_index}, got others")
+            _write_all(fd, frame[HEADER_BYTES:], offset + HEADER_BYTES)
+            _write_all(fd, frame[:HEADER_BYTES], offset)
+        finally:
+            os.close(fd)
+        del self.away[file_index, offset]
+        return True
+
+    def num_away(self) -> int:
+        """Return the number of frames whose rows are not here, and are not committed."""
+        acked = read_ack(self.folder)
+        for known in [known for known in self.away if known < acked]:
+            del self.away[known]
+        return len(self.away)
+
+    def _find_away(self) -> None:
+        acked = read_ack(self.folder)
+        for index in list_files(self.folder):
+            if index < acked[0]:
+                continue
+            path, at = self.folder / file_name(index), acked[1] if index == acked[0] else 0
+            while (window := read_window(path, at, HEADER_BYTES)) and (found := peek(window[0])) is not None:
+                if found[0] == FrameType.ROWS_AWAY:
+                    self.away[index, at] = found[1]
+                at += found[1]
 
     def _append_part(self, chunk: SpoolChunk) -> int | None:
         """Collect a thinned file beside its name, which it gets once it is whole: readers take it for whole."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from sentinel.fleet.sealed import FilePlace
-from sentinel.wire.frame import peek
+from sentinel.ingest.step_parts import AwayFrame
+from sentinel.wire.frame import HEADER_BYTES, FrameType, head_of, peek, without_rows
 from sentinel.wire.spool_files import (
     KeptFile,
     covering,
@@ -119,6 +121,36 @@ class SpoolCursor:
         if self._kept_offset >= size:
             self.seek(piece.end)
         return piece
+
+
+def without_payloads(piece: SpoolPiece) -> tuple[bytes, tuple[tuple[int, int], ...]]:
+    """Return the bytes of a piece without the payloads of rows, and (offset in the piece, bytes) of each of those.
+
+    Of whole files alone: what was thinned is kept as it is.
+    """
+    if piece.size:
+        return piece.data, ()
+    data, kept, away, at, begin = piece.data, [], [], 0, 0
+    while (found := peek(data, at)) is not None and at + found[1] <= len(data):
+        head = without_rows(data[at : at + found[1]]) if found[0] == FrameType.ROWS else None
+        if head is not None and found[1] > HEADER_BYTES:
+            kept += [data[begin:at], head]
+            begin = at + found[1]
+            away.append((at + HEADER_BYTES, found[1] - HEADER_BYTES))
+        at += found[1]
+    return b"".join([*kept, data[begin:]]), tuple(away)
+
+
+def frames_of_rows(folder: Path, after: tuple[int, int]) -> Iterator[AwayFrame]:
+    """Yield the frames of rows of a spool's whole files behind (file index, offset)."""
+    for index in list_files(folder):
+        if index < after[0]:
+            continue
+        path, at = folder / file_name(index), after[1] if index == after[0] else 0
+        while (window := read_window(path, at, HEADER_BYTES)) and (head := head_of(window[0])) is not None:
+            if head.type == FrameType.ROWS:
+                yield AwayFrame(folder.name, index, at, head.num_bytes, b"", 0)
+            at += head.num_bytes
 
 
 def last_index(name: str) -> int:

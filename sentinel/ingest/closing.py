@@ -8,6 +8,7 @@ import msgspec
 
 from sentinel.decision import Decision, DescribedRank
 from sentinel.ingest.attempts import Attempt, Attempts
+from sentinel.ingest.node_share import machine_of
 from sentinel.ingest.received import Received
 from sentinel.ingest.step_parts import RankPartOfStep
 
@@ -91,12 +92,15 @@ def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: s
     """Return the decision that closes a due step with the frames received of each rank."""
     attempt, chosen = due.attempt, attempts.chosen(due.attempt, due.step)
     ranks = tuple(part.decided(rank) for rank, part in chosen.items())
+    described = (part.incarnation.descriptor for part in chosen.values())
+    machines = {machine_of(one) for one in described if one is not None}
     return Decision(
         seq=seq, run=run, attempt=attempt.number, step=due.step, ranks=ranks, why=due.why,
         missing=_missing(attempts, attempt, chosen), described=_described(attempts, attempt, chosen),
         time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=pack_hash,
         blindness=blindness,
         is_catching_up=any(one.num_lost for one in ranks) and attempt.is_received_after(due.step, attempts.returning()),
+        is_by_machine=True if len(machines) > 1 else msgspec.UNSET,
     )  # fmt: skip
 
 

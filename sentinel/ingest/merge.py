@@ -12,9 +12,11 @@ from sentinel.decision import Decision
 from sentinel.ingest.copies import differing
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.model_layout import ModelLayout
+from sentinel.ingest.node_digest import NodeDigest, carried_rows
+from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.row_tables import joined
 from sentinel.messages import Health
-from sentinel.moments import Moments
+from sentinel.moments import LONE_SHARE, Moments, tails
 from sentinel.place import Place
 from sentinel.record import Kind
 from sentinel.step_view import Differing, LogicalTensor, RankStep, Replicas, Scalar
@@ -40,7 +42,9 @@ class ClosedStep:
         layout: ModelLayout,
         parts: Sequence[RankStep],
         decision: Decision | None = None,
+        digests: Sequence[NodeDigest] = (),
     ) -> None:
+        """digests: those of all machines, in the order of `by_machine`; empty: the rows are looked at."""
         self.run = run
         self.attempt = attempt
         self.step = step
@@ -49,6 +53,7 @@ class ClosedStep:
         self.stride = 1
         """Steps from one recorded step to the next, 10 in a log of every tenth; durations in steps are counted in it."""
         self.parts = sorted(parts, key=_rank)
+        self._digests = tuple(digests)
         self.time = 0.0
         self.is_skipped = False
         self.num_expected = 0
@@ -59,7 +64,7 @@ class ClosedStep:
         """Rows judged."""
         for part in self.parts:
             self.time = max(self.time, part.time)
-            self.num_rows += len(part.rows)
+            self.num_rows += part.num_rows
             self.health += [(part.rank, one) for one in part.health]
             end = part.end_step
             if end is not None:
@@ -116,10 +121,80 @@ class ClosedStep:
     @cached_property
     def digest(self) -> Digest:
         """Sums and flags of the rows, found in one pass over them."""
-        found = self.layout.formed.form(self, digest(self))
+        found = self.layout.formed.form(self, self._sums().of_any())
         if not self.cut_ranks and not self._left_out:
             return found
         return found.without(self.layout.formed.spread(self._is_cut))
+
+    def _sums(self) -> Digest:
+        """Return what the rows come to; those of several machines machine by machine, where the decision says so."""
+        if self._shipped is not None:
+            return self._shipped
+        found, layout = digest(self.parts, self.layout), self.layout
+        if self.decision is None or self.decision.is_by_machine is not True:
+            return found
+        parts = by_machine(self.parts)
+        shares = [layout.share_of(tuple(part.rank for part in own)) for own in parts]
+        sums = [share.sums(own) for share, own in zip(shares, parts, strict=True)]
+        merge = layout.node_merges.of(shares, [one.has_rows for one in sums])
+        stats = merge.merge([one.stats for one in sums])
+        stats[merge.unsplit] = found.stats[merge.unsplit]
+        return found._replace(stats=stats)
+
+    @cached_property
+    def _shipped(self) -> Digest | None:
+        """What the digests come to; None where there are none, or the rows are to be looked at."""
+        layout, parts = self.layout, by_machine(self.parts) if self._digests else []
+        is_by_machine = self.decision is not None and self.decision.is_by_machine is True
+        if not parts or (len(parts) > 1 and not is_by_machine):
+            return None
+        shares = [layout.share_of(tuple(part.rank for part in own)) for own in parts]
+        known = [one.sums(share) for one, share in zip(self._digests, shares, strict=True)]
+        made = [one for one in known if one is not None]
+        if len(made) < len(known):
+            return None
+        sums = [one for one, _ in made]
+        merge = layout.node_merges.of(shares, [one.has_rows for one in sums])
+        if len(merge.unsplit) or not merge.are_equal([marks for _, marks in made]):
+            return None
+        present = np.zeros(len(self.tensors), np.bool_)
+        for share, one in zip(shares, sums, strict=True):
+            present[share.tensor_of[one.present]] = True
+        none = np.empty(0, np.int64)
+        return Digest(merge.merge([one.stats for one in sums]), present, np.zeros(len(present), np.bool_), none, none)
+
+    @property
+    def is_of_digests(self) -> bool:
+        """Whether it was made of digests, so that its rows need not be here."""
+        return self._shipped is not None
+
+    def carrying(self, kinds: frozenset[str]) -> ClosedStep:
+        """Return a step that has at least the rows of these kinds, and the sums that other values are formed of.
+
+        That is this one, unless its rows are away and digests carry those.
+        """
+        if self._shipped is None or not all(kinds.issubset(one.kinds) for one in self._digests):
+            return self
+        return self._carried
+
+    @cached_property
+    def _carried(self) -> ClosedStep:
+        rows = {one.rank: carried_rows(one) for found in self._digests for one in found.ranks}
+        parts = [
+            RankStep(
+                rank=part.rank, descriptor=part.descriptor, rows=rows[part.rank], end_step=part.end_step, time=part.time
+            )
+            for part in self.parts
+        ]  # fmt: skip
+        return ClosedStep(run=self.run, attempt=self.attempt, step=self.step, layout=self.layout, parts=parts)
+
+    @cached_property
+    def lone_weights(self) -> npt.NDArray[np.int64]:
+        """Indices of rows of weights of which one element is nearly all (`moments.LONE_SHARE`)."""
+        if self._shipped is not None and not any(one.has_lone_weight for one in self._digests):
+            return np.empty(0, np.int64)
+        of_weights = np.flatnonzero((self.rows["kind"] == Kind.PARAM) & (self.row_logical >= 0))
+        return of_weights[tails(self.rows[of_weights]) >= LONE_SHARE]
 
     @cached_property
     def cut_ranks(self) -> frozenset[int]:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from sentinel import native
 from sentinel.ingest.copies import added_copies, is_empty
 from sentinel.ingest.naming import CanonicalNames, make_names
+from sentinel.ingest.node_merge import NodeMerges
+from sentinel.ingest.node_share import NodeShare
 from sentinel.ingest.own_rows import OwnRowIndex
 from sentinel.ingest.placing import WEIGHT_KINDS, Placed, Placing, is_named_alike
 from sentinel.ingest.row_tables import look_up, table_of
@@ -24,6 +26,8 @@ MAX_LAYOUTS, MANY_TENSORS = 8, 100_000
 """Layouts that are remembered, and tensors from which on only two layouts are; a bound on memory."""
 MAX_SHARES = 4
 """Sets of ranks of which a layout remembers what they hold."""
+MAX_NODE_SHARES = 4096
+"""Machines whose part of a layout it remembers; a bound on memory. One that is asked for again is made again."""
 MAX_REMEMBERED = 200_000
 """Tensors of all ranks up to which a layout remembers where each belongs, for the layout after it."""
 
@@ -48,12 +52,13 @@ class ModelLayout:
         """Distinct shards, copies taken as one."""
         self._tables: dict[int, tuple[int, int, int]] = {}
         self._shares: dict[frozenset[int], npt.NDArray[np.float64]] = {}
+        self._node_shares: dict[tuple[int, ...], NodeShare] = {}
         self._build({} if like is None else like._placed)
 
     def __getstate__(self) -> dict[str, object]:
         # Addresses, and what holds them, mean nothing in another process.
         kept = {name: value for name, value in self.__dict__.items() if name != "digest_rows"}
-        return {**kept, "_placed": {}, "_tables": {}}
+        return {**kept, "_placed": {}, "_tables": {}, "_node_shares": {}}
 
     def _build(self, remembered: Mapping[int, list[Placed]]) -> None:
         keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
@@ -90,6 +95,8 @@ class ModelLayout:
             self._to_logical[rank] = table_of(ids, at_logical)
             self._to_copy[rank] = table_of(ids, at_copy)
         self.num_copies = len(copies)
+        self.shards = [shard for _, shard in copies]
+        """[num_copies] the coordinates that tell each shard."""
         self.tensors = [
             placing.logical(part, at, tuple(held))
             for at, ((placing, part), held) in enumerate(zip(first, ranks, strict=True))
@@ -192,6 +199,24 @@ class ModelLayout:
     def table_of(self, rank: int) -> npt.NDArray[np.int32]:
         """Return a rank's table of logical tensors: [local ids] index, -1 for ids that stand for nothing."""
         return self._to_logical[rank]
+
+    def copy_table_of(self, rank: int) -> npt.NDArray[np.int32]:
+        """Return a rank's table of shards: [local ids] the number of the shard, -1 for ids that stand for nothing."""
+        return self._to_copy[rank]
+
+    def share_of(self, ranks: tuple[int, ...]) -> NodeShare:
+        """Return what some ranks hold. ranks: rising."""
+        found = self._node_shares.get(ranks)
+        if found is None:
+            if len(self._node_shares) >= MAX_NODE_SHARES:
+                self._node_shares.clear()
+            found = self._node_shares[ranks] = NodeShare(self, ranks)
+        return found
+
+    @cached_property
+    def node_merges(self) -> NodeMerges:
+        """How the sums of machines become those of the tensors."""
+        return NodeMerges(len(self.tensors), self.num_copies)
 
     def tables_of(self, rank: int) -> tuple[int, int, int]:
         """Return where a rank's tables of logical tensors and of copies lie in memory, and how long they are."""

@@ -29,6 +29,7 @@ class OwnRowIndex:
 
     def __init__(self, layout: ModelLayout, watched: npt.NDArray[np.bool_], is_in_all: npt.NDArray[np.bool_]) -> None:
         """watched: [tensors] which are looked at; is_in_all: [tensors] which of those are one quantity, `IN_ALL`."""
+        self._kinds = frozenset(layout.kinds[watched].tolist())
         quantity_of = np.where(is_in_all, IN_ALL, np.arange(len(watched)))
         held: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]] = {}
         pairs = set()
@@ -53,7 +54,7 @@ class OwnRowIndex:
 
     def take(self, view: ClosedStep) -> tuple[Moments, npt.NDArray[np.int64]]:
         """Return what each entry measured in a step, and of how many rows that hold any element: [entries] each."""
-        stats, entry = self._rows_of(view)
+        stats, entry = self._rows_of(view.carrying(self._kinds))
         some = holds_any(stats)
         if some is not None:
             stats, entry = stats[some], entry[some]

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from sentinel.decision import Decision, RankPart
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState
+from sentinel.ingest.away_rows import AwayParts, AwayRankStep, RowSource, away_part
 from sentinel.ingest.blindness import Blindness
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import LayoutCache, ModelLayout
+from sentinel.ingest.node_digest import NodeDigest
+from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.received import Received
 from sentinel.ingest.step_parts import OpenStep, RankPartOfStep
 from sentinel.messages import Descriptor
+from sentinel.record import ROW_DTYPE
 from sentinel.step_view import RankStep
 
 
 class StepMaker:
     """Closes the steps of `Attempts` that decisions name, each with the frames of its decision."""
 
-    def __init__(self, attempts: Attempts, received: Received, blindness: Blindness) -> None:
+    def __init__(
+        self, attempts: Attempts, received: Received, blindness: Blindness, rows_from: RowSource | None = None
+    ) -> None:
+        """rows_from: where rows are that spools here have not got; None: none of these are read."""
         self.num_incomplete = 0
         """Decisions whose frames were not all there: replayed with less than before."""
         self._attempts, self._received, self._blindness = attempts, received, blindness
+        self._rows_from = rows_from
         self._layouts = LayoutCache()
 
     def make(self, decision: Decision) -> ClosedStep:
@@ -36,16 +46,17 @@ class StepMaker:
         for known in decision.described:
             table[known.rank] = (known.incarnation, known.layout_id)
         parts = []
+        away = AwayParts(self._rows_from) if self._rows_from is not None else None
         is_incomplete = False
         for one in decision.ranks:
             attempt.state.reported[one.rank] = max(decision.step, attempt.state.reported.get(one.rank, -1))
             table[one.rank] = (one.incarnation, one.layout_id)
             part = opened.parts.get((one.incarnation, one.generation)) if opened is not None else None
-            made = self._rank_step(one, part)
+            made = self._rank_step(one, part, away)
             if made is None:
                 is_incomplete = True
             else:
-                is_incomplete |= len(made.rows) < one.num_rows
+                is_incomplete |= made.num_rows < one.num_rows
                 parts.append(made)
         # Rows are also short in the first run when their descriptor was lost; then the replay is as complete as that.
         self.num_incomplete += is_incomplete
@@ -53,25 +64,40 @@ class StepMaker:
             self._count_left_over(decision, opened)
         return ClosedStep(
             run=decision.run, attempt=decision.attempt, step=decision.step, layout=self._layout(table), parts=parts,
-            decision=decision,
+            decision=decision, digests=self._digests(decision, parts),
         )  # fmt: skip
 
-    def _rank_step(self, one: RankPart, part: RankPartOfStep | None) -> RankStep | None:
+    def _digests(self, decision: Decision, parts: Sequence[RankStep]) -> list[NodeDigest]:
+        """Return the digest of each machine; none where not all are there, or no rows are away."""
+        if self._rows_from is None or not any(isinstance(part, AwayRankStep) for part in parts):
+            return []
+        of = {one.rank: (one.incarnation, one.last_seq, one.num_rows) for one in decision.ranks}
+        folders = {one.rank: self._received.incarnations[one.incarnation].folder for one in decision.ranks}
+        found = [
+            self._rows_from.digest(decision.step, tuple(of[part.rank] for part in own), [folders[part.rank] for part in own])
+            for own in by_machine(parts)
+        ]
+        there = [one for one in found if one is not None]
+        return there if len(there) == len(found) else []
+
+    def _rank_step(self, one: RankPart, part: RankPartOfStep | None, away: AwayParts | None) -> RankStep | None:
         incarnation = self._received.incarnations.get(one.incarnation)
         descriptor = incarnation.layouts.get(one.layout_id, incarnation.descriptor) if incarnation is not None else None
         if incarnation is None or part is None or descriptor is None:
             return None
         end_step = part.end_step if one.is_ended else None
-        return RankStep(
+        is_away = away is not None and away.add(part, one.last_seq)
+        made = RankStep(
             rank=one.rank,
             descriptor=descriptor,
-            rows=part.rows_until(one.last_seq, descriptor),
+            rows=np.empty(0, ROW_DTYPE) if is_away else part.rows_until(one.last_seq, descriptor),
             end_step=end_step,
             time=part.wall_ns(one.last_seq) / 1e9,
             health=self._received.take_health(incarnation, one.last_seq),
             incarnation=one.incarnation,
             ended_mono_s=part.end.frame.header.mono_ns / 1e9 if part.end is not None and end_step is not None else 0.0,
         )
+        return away_part(made, part, one.last_seq, away) if away is not None and is_away else made
 
     def _count_left_over(self, decision: Decision, opened: OpenStep) -> None:
         """Count what lies in a closed step without being part of it: replaced processes, and on replay what came late."""

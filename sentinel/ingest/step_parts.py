@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -12,7 +15,18 @@ from sentinel.errors import WireError
 from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.messages import Descriptor, EndStep
 from sentinel.record import ROW_DTYPE
-from sentinel.wire.frame import row_dtype
+from sentinel.wire.frame import HEADER_BYTES, Buffer, row_dtype
+
+
+class AwayFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A frame of rows whose payload this copy of a spool has not got: where the whole frame lies in the spool itself."""
+
+    folder: str
+    file_index: int
+    offset: int
+    num_bytes: int
+    incarnation: bytes
+    seq: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,16 +97,33 @@ class RankPartOfStep:
             walls.append(self.end.frame.header.wall_ns)
         return max(walls, default=0)
 
-    def rows_until(self, last_seq: int, descriptor: Descriptor) -> npt.NDArray[np.void]:
+    def rows_until(
+        self, last_seq: int, descriptor: Descriptor, fetched: Mapping[int, Buffer] = MappingProxyType({})
+    ) -> npt.NDArray[np.void]:
         """Return the rows of its frames up to last_seq, as they were written: [rows] ROW_DTYPE; a view where it can be.
 
-        descriptor: of frames whose own was lost.
+        descriptor: of frames whose own was lost. fetched: number of a frame -> its payload, of those whose payload is away.
         """
         if len(self.rows) == 1 and self.rows[0][0] <= last_seq:
-            return _rows_of(self.rows[0][2], descriptor)
+            return _rows_of(self.rows[0][2], descriptor, fetched)
         found = sorted(self.rows, key=_by_seq)
-        rows = [_rows_of(record, descriptor) for seq, _, record in found if seq <= last_seq]
+        rows = [_rows_of(record, descriptor, fetched) for seq, _, record in found if seq <= last_seq]
         return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, ROW_DTYPE), *rows])
+
+    def num_rows_until(self, last_seq: int) -> int:
+        """Return the number of rows of its frames up to last_seq, here or away."""
+        return self.num_rows if last_seq >= self.last_seq else sum(count for seq, count, _ in self.rows if seq <= last_seq)
+
+    def away_until(self, last_seq: int) -> list[AwayFrame]:
+        """Return the frames up to last_seq whose rows are away."""
+        return [
+            AwayFrame(
+                self.incarnation.folder, frame.file_index, frame.offset_after - frame.num_bytes_away - HEADER_BYTES,
+                frame.num_bytes_away + HEADER_BYTES, self.incarnation.id, seq,
+            )
+            for seq, _, record in self.rows
+            if (frame := record.frame).num_bytes_away and seq <= last_seq
+        ]  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,11 +154,13 @@ def _by_seq(item: tuple[int, int, SpoolRecord]) -> int:
     return item[0]
 
 
-def _rows_of(record: SpoolRecord, descriptor: Descriptor) -> npt.NDArray[np.void]:
+def _rows_of(record: SpoolRecord, descriptor: Descriptor, fetched: Mapping[int, Buffer]) -> npt.NDArray[np.void]:
     """Return the rows of a frame as [rows] ROW_DTYPE, whatever version of the row its writer has; a view where it can be."""
+    frame = record.frame
     try:
         theirs = row_dtype(record.descriptor or descriptor)
-        found: npt.NDArray[np.void] = np.frombuffer(record.frame.payload, theirs)
+        payload = fetched.get(frame.header.seq, b"") if frame.num_bytes_away else frame.payload
+        found: npt.NDArray[np.void] = np.frombuffer(payload, theirs)
     except (WireError, ValueError):
         return np.empty(0, ROW_DTYPE)
     if theirs is ROW_DTYPE:

@@ -13,6 +13,7 @@ import msgspec
 from sentinel.decision import Decision, RankFacts, Tick
 from sentinel.incident import IncidentAct
 from sentinel.ingest.attempts import Attempts, AttemptState, EndedSteps
+from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.blindness import Blindness
 from sentinel.ingest.closing import LATE_AFTER_S, LATE_AFTER_STEPS, MAX_OPEN_STEPS, Closing, DueStep, decide
 from sentinel.ingest.decision_replay import DecisionReplay
@@ -51,8 +52,9 @@ class StepAssembler:
         late_after_s: float = LATE_AFTER_S,
         max_open_steps: int = MAX_OPEN_STEPS,
         pack_hash: str = "",
+        rows_from: RowSource | None = None,
     ) -> None:
-        """late_after_steps, late_after_s: 0 switches the limit off."""
+        """late_after_steps, late_after_s: 0 switches the limit off. rows_from: as of `StepMaker`."""
         self.run = run
         self.pack_hash = pack_hash
         """Hash of the rules that the next decisions are judged with."""
@@ -69,7 +71,7 @@ class StepAssembler:
             self.attempts, self._received, late_after_steps=late_after_steps, late_after_s=late_after_s,
             max_open_steps=max_open_steps,
         )  # fmt: skip
-        self._maker = StepMaker(self.attempts, self._received, self._blindness)
+        self._maker = StepMaker(self.attempts, self._received, self._blindness, rows_from)
 
     def use(self, late_after_steps: int, late_after_s: float) -> None:
         """Wait for late ranks up to other limits from now on; steps that were decided stay as they are."""

@@ -95,7 +95,7 @@ def why_contradicted(frame: Frame, message: Message | None, descriptor: Descript
     if isinstance(message, EndStep) and message.step != header.step:
         return f"expected the end of step {header.step}, got that of step {message.step}"
     if header.type == FrameType.ROWS and descriptor is not None:
-        expected, got = header.row_count * descriptor.row_bytes, memoryview(frame.payload).nbytes
+        expected, got = header.row_count * descriptor.row_bytes, memoryview(frame.payload).nbytes + frame.num_bytes_away
         if got != expected:
             return f"expected {header.row_count} rows of {descriptor.row_bytes} bytes, got {got} bytes"
     return ""

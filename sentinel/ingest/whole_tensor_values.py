@@ -74,6 +74,7 @@ class WholeTensorValues:
 
     def _sums(self, view: ClosedStep) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Return the sums over all shards, and whether any came, [num_tensors + 1] each: of copies, the lowest rank's."""
+        view = view.carrying(frozenset())
         sums, is_there = np.zeros(len(self._is_part)), np.zeros(len(self._is_part), np.bool_)
         logical = view.row_logical
         at = np.flatnonzero(self._is_part[logical] & (view.rows["count"] == 1) & (view.row_copy < self._num_copies))

@@ -86,6 +86,11 @@ class Engine:
         return [*dict.fromkeys(groups), *self.failures]
 
     @property
+    def row_kinds(self) -> frozenset[str]:
+        """Kinds of which some rule looks at each rank's own rows, in every step."""
+        return frozenset().union(*(watch.row_kinds for watch in self._watches))
+
+    @property
     def failures(self) -> list[str]:
         """Which detectors of others failed, so that their rules are off, and why."""
         return sorted({one.problem for watch in self._watches if isinstance(one := watch.detector, Guarded) and one.problem})

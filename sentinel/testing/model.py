@@ -58,6 +58,7 @@ class SyntheticModel:
         schedule: str = "",
         vpp: int = 1,
         shuffle: bool = False,
+        ranks_per_host: int = 8,
     ) -> None:
         """As those of `SyntheticRun`."""
         self.num_depths = pp * vpp
@@ -65,7 +66,7 @@ class SyntheticModel:
             raise ValueError(f"expected at least one layer a stage, got {layers} layers for {self.num_depths} stages")
         self.pp, self.dp, self.tp, self.vpp = pp, dp, tp, vpp
         self._schedule = schedule
-        self._shuffle = shuffle
+        self._shuffle, self._ranks_per_host = shuffle, ranks_per_host
         self.micro_steps = micro_steps
         self._layers, self._d_model = layers, d_model
         self._kinds = frozenset(kinds)
@@ -176,7 +177,7 @@ class SyntheticModel:
             tensors=tuple(sorted(tensors, key=lambda one: one.id)),
             row_fields=row_fields(ROW_DTYPE),
             row_bytes=ROW_DTYPE.itemsize,
-            environment={"host": f"node{place.rank // 8}", "kernel": "synthetic"},
+            environment={"host": f"node{place.rank // self._ranks_per_host}", "kernel": "synthetic"},
             first_step=self._first_step,
         )
         return self._columns(place, descriptor, tensors, order, origins)

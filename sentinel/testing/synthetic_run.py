@@ -79,6 +79,7 @@ class SyntheticRun:
         schedule: str = "",
         vpp: int = 1,
         shuffle: bool = False,
+        ranks_per_host: int = 8,
     ) -> None:
         """directory: `<runs>/<run>`; its last part is the run's name. layers: of the whole model, at least one a stage.
 
@@ -89,6 +90,7 @@ class SyntheticRun:
         cap: makes what keeps the spool of a rank below a cap, of its folder and the rank, as `SpoolCap` of the collector
         does; None: spools grow without end.
         shuffle: number the tensors otherwise on each rank, and write the rows of a step in no order.
+        ranks_per_host: ranks that say they run on one machine, `node0`, the next so many on `node1`.
         """
         self.directory = Path(directory)
         self.run = self.directory.absolute().name
@@ -107,6 +109,7 @@ class SyntheticRun:
         self._model = SyntheticModel(
             pp=pp, dp=dp, tp=tp, layers=layers, d_model=d_model, micro_steps=micro_steps, kinds=kinds,
             black_box=black_box, first_step=first_step, seed=seed, schedule=schedule, vpp=vpp, shuffle=shuffle,
+            ranks_per_host=ranks_per_host,
         )  # fmt: skip
         tables = [self._model.table(place) for place in self._model.places()]
         self._values = SyntheticValues(self._model, tables, elements=elements, seed=seed)

@@ -72,6 +72,8 @@ class FrameType(enum.IntEnum):
     VECTOR = 7
     BYE = 8
     CHANGE = 9
+    ROWS_AWAY = 10
+    """Rows that a copy of a spool has not got: as long as those, and only the header is checked. See `without_rows`."""
 
 
 DESCRIPTIONS = frozenset({int(FrameType.DESCRIPTOR), int(FrameType.CHANGE)})
@@ -141,6 +143,8 @@ class Frame(msgspec.Struct, frozen=True):
     """Where the next frame begins: in the scanned buffer, or in the file for frames of a SpoolReader; 0 in a file that was
     thinned, which is read from its beginning after a restart."""
     file_index: int = 0
+    num_bytes_away: int = 0
+    """Bytes of a payload that is not here (ROWS_AWAY, which `scan` takes for rows): `payload` is empty then."""
 
 
 class FrameHead(msgspec.Struct, frozen=True):
@@ -236,9 +240,13 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
         return Incomplete(frame_bytes)
     end = offset + frame_bytes
     rest = offset + _CRC_OFFSET + 4
-    is_large = frame_bytes >= LARGE_BYTES
+    is_away = frame_type == FrameType.ROWS_AWAY
+    if is_away:
+        end = min(end, offset + words * 8)
+    is_large = end - offset >= LARGE_BYTES
     if crc != (crc32(buffer, _BEGUN_CRC, rest, end) if is_large else zlib.crc32(view[rest:end], _BEGUN_CRC)):
         return _corrupt(buffer, offset)
+    end = offset + frame_bytes
     if not OLDEST_PROTOCOL <= protocol <= PROTOCOL:
         return Foreign(protocol, end)
     header_bytes = words * 8
@@ -248,10 +256,31 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
         view, offset + PREFIX_BYTES
     )
     header = Header(
-        type=frame_type, incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
+        type=int(FrameType.ROWS) if is_away else frame_type,
+        incarnation=incarnation, run_id=run_id, rank=rank, seq=seq, attempt=attempt, step=step,
         placement_epoch=placement_epoch, layout_id=layout_id, wall_ns=wall_ns, mono_ns=mono_ns, row_count=row_count,
     )  # fmt: skip
+    if is_away:
+        return Frame(header, b"", base + end, file_index, frame_bytes - header_bytes)
     return Frame(header, view[offset + header_bytes : end], base + end, file_index)
+
+
+def without_rows(frame: Buffer) -> bytes | None:
+    """Return the HEADER_BYTES that stand for a whole frame of rows where its payload is not; None: it is none.
+
+    With anything behind them that is as long as the payload, they are a frame that `scan` takes.
+    """
+    found = scan(frame)
+    if not isinstance(found, Frame) or found.header.type != FrameType.ROWS or found.num_bytes_away:
+        return None
+    if found.offset_after != memoryview(frame).nbytes or found.offset_after != HEADER_BYTES + len(found.payload):
+        return None
+    magic, protocol, _, words, frame_bytes, _, _, row_count = _PREFIX.unpack_from(frame)
+    checked = (magic, protocol, int(FrameType.ROWS_AWAY), words, frame_bytes)
+    body = bytes(memoryview(frame)[PREFIX_BYTES:HEADER_BYTES])
+    check = zlib.crc32(_CHECKED.pack(*checked))
+    crc = zlib.crc32(body, zlib.crc32(_PREFIX.pack(*checked, check, 0, row_count)))
+    return _PREFIX.pack(*checked, check, crc, row_count) + body
 
 
 def head_of(header: Buffer) -> FrameHead | None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,10 @@ ALONE = LeaseTimes(renew_s=0.2, stop_s=60.0, takeover_s=0.2)
 class Shipper:
     """One shipper in a thread, which can be left in the lurch."""
 
-    def __init__(self, directory: Path, node: str, url: str) -> None:
+    def __init__(self, directory: Path, node: str, url: str, kinds: frozenset[str] | None = None) -> None:
         self.problems: list[str] = []
-        self.shipping = Shipping(
-            NodeRuns(directory, node, on_problem=self.problems.append), BrokerConfig(server=url), drain_s=60.0
-        )
+        runs = NodeRuns(directory, node, digested_kinds=kinds, on_problem=self.problems.append)
+        self.shipping = Shipping(runs, BrokerConfig(server=url), drain_s=60.0)
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[bool] | None = None
         self.is_drained = False
@@ -156,8 +155,9 @@ class Join:
         has_all = len(self.copies.nodes().get("run", {})) == self._num_nodes
         if not self.intake.standby_of and self.run is None and has_all:
             self.run = ServedRun(
-                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), on_the_way=lambda: self.copies.on_the_way("run")
-            )
+                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), on_the_way=lambda: self.copies.on_the_way("run"),
+                rows_from=self.copies.rows_of("run"),
+            )  # fmt: skip
         if not self.intake.standby_of and self.run is not None:
             while self.run.turn(NOW):
                 pass
@@ -218,12 +218,6 @@ def assert_same(one: Path, other: Path) -> None:
     assert anomalies(one), "nothing was found, so nothing was compared"
     assert result_bytes(one) == result_bytes(other)
     assert decisions(one) == decisions(other)
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[NatsBroker]:
-    with NatsBroker(tmp_path / "broker") as running:
-        yield running
 
 
 @pytest.mark.parametrize(("layout", "num_nodes"), [

@@ -24,6 +24,7 @@ from sentinel.incidents.diagnosis.step_facts import (
     Upstream,
 )
 from sentinel.kinds import ACTIVATION_KINDS, Phase, labels
+from sentinel.moments import tails
 from sentinel.order.phase import scalar_phase
 from sentinel.record import Flag, Kind
 from sentinel.step_view import NAN_CHECKSUM, Differing, Layout, StepView
@@ -45,9 +46,6 @@ does; at this, flips of the lowest three exponent bits (2, 4, 16 times) are miss
 ALONE = 0.9
 """Share of the kurtosis that one element alone would make, from which it counts as alone: two equal ones make half of it.
 Smaller: one of few large elements counts as alone; larger: one beside ordinary noise may not."""
-STEEP = 0.99
-"""The same from which one element is nearly all of a weight: the root of the others' sum of squares is a tenth of it at
-most."""
 EVERY = 16
 """Steps between two looks at weights while nothing is anomalous: a bound on time. What is older than that is not found at
 the onset of an incident."""
@@ -57,9 +55,6 @@ distribution are alike within some percent. Smaller: a batch is named; larger: b
 LIKE = 3.0
 """Times by which the kurtosis of one replica may differ from the others' when all of its elements grew alike. Smaller: noise
 of the tail hides that; larger: a few large elements pass for all."""
-MIN_ELEMENTS = 64
-"""Elements of a tensor of which one can stand out: the kurtosis is at most the number of elements. Fewer: ordinary values
-stand out; more: small tensors are never looked at."""
 
 _RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
 _SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
@@ -188,31 +183,29 @@ class FactReader:
         for index in self._places(view, "activation", names)[:MAX_ORIGINS] if names else ():
             tensor = view.tensors[index]
             at = np.flatnonzero(view.row_logical == index)
-            lanes, peaks, tails = self._lane_of[view.row_rank[at]], _peaks(view.rows[at]), _tails(view.rows[at])
+            lanes, peaks, shares = self._lane_of[view.row_rank[at]], _peaks(view.rows[at]), tails(view.rows[at])
             if not len(at) or not np.isfinite(peaks).all():
                 continue
             # Where one element makes the tail, that says more than which is the largest.
-            odd = int(np.lexsort((peaks, tails >= ALONE))[-1])
+            odd = int(np.lexsort((peaks, shares >= ALONE))[-1])
             others = lanes != lanes[odd]
             usual = float(np.median(peaks[others])) if others.any() else 0.0
             counts = view.rows["count"][at].astype(np.float64)
-            tail = float(np.median((tails * counts)[others])) if others.any() else 0.0
-            own, position = float(tails[odd] * counts[odd]), int(view.site_pos[index])
+            tail = float(np.median((shares * counts)[others])) if others.any() else 0.0
+            own, position = float(shares[odd] * counts[odd]), int(view.site_pos[index])
             is_earlier = (self._depth < tensor.depth) | ((self._depth == tensor.depth) & (view.site_pos < position))
             before = self._is_forward & is_earlier & view.present
             found[tensor.name] = Outlier(
                 lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
-                is_alone=bool(tails[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
+                is_alone=bool(shares[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
                 num_before=int(np.count_nonzero(before)),
                 upstream=self._past(view, tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
             )  # fmt: skip
         return found
 
     def _odd_weights(self, view: StepView, rate: float) -> tuple[OddWeight, ...]:
-        of_weights = np.flatnonzero((view.rows["kind"] == Kind.PARAM) & (view.row_logical >= 0))
-        tails = _tails(view.rows[of_weights])
         found = []
-        for at in of_weights[tails >= STEEP].tolist()[:MAX_ORIGINS]:
+        for at in view.lone_weights.tolist()[:MAX_ORIGINS]:
             row, rank, name = view.rows[at], int(view.row_rank[at]), view.tensors[int(view.row_logical[at])].name
             of_gradient = self._places(view, "wgrad", [name])
             rows = np.flatnonzero(np.isin(view.row_logical, of_gradient) & (view.row_rank == rank))
@@ -345,15 +338,6 @@ def _peaks(rows: np.ndarray) -> np.ndarray:
     is_bad = (rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0
     peaks = np.maximum(np.abs(rows["min"].astype(np.float64)), np.abs(rows["max"].astype(np.float64)))
     return np.where(is_bad, np.inf, peaks)
-
-
-def _tails(rows: np.ndarray) -> np.ndarray:
-    """Return the kurtosis of each row as a share of what one element alone would make it; 0 where it has too few."""
-    count = rows["count"].astype(np.float64)
-    with np.errstate(all="ignore"):
-        # As shares of the second moment: its square overflows where a value is 1e200.
-        share = rows["m4"] / np.maximum(rows["m2"], 1e-300) / np.maximum(rows["m2"], 1e-300)
-    return np.where((count >= MIN_ELEMENTS) & np.isfinite(share), share, 0.0)
 
 
 _OF_FORWARD = labels(ACTIVATION_KINDS)

@@ -13,7 +13,7 @@ import numpy as np
 from sentinel.anomaly import Anomaly, Severity, anomaly_id
 from sentinel.detect import GroupDetector, Scores
 from sentinel.detect.group import StepPoints
-from sentinel.kinds import is_of_kind
+from sentinel.kinds import MODULE_KINDS, is_of_kind, labels
 from sentinel.place import Place
 from sentinel.rules.language.schema import VALUE, Rule
 from sentinel.rules.watches import wording
@@ -113,6 +113,12 @@ class SkewWatch(RankEpisodes):
         self._layouts: list[_Looked] = []
         self._known: tuple[Layout, _RankValues, np.ndarray, np.ndarray] | None = None
         """The values of the last step, and where its entries stand: slots and groups."""
+
+    @property
+    def row_kinds(self) -> frozenset[str]:
+        """Kinds of which it looks at each rank's own rows, in every step."""
+        inputs = {"activation", "activation_in"} if self._per_input and self._kinds else set()
+        return self._kinds | inputs | (labels(MODULE_KINDS) if "residual" in self._kinds else frozenset())
 
     def take_place(self, plan: LayoutPlan) -> None:
         """Judge the whole step."""

@@ -89,6 +89,11 @@ class Watch:
         text = msgspec.json.encode([*parts, self.rule.args], order="sorted")
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
+    @property
+    def row_kinds(self) -> frozenset[str]:
+        """Kinds of which it looks at each rank's own rows, in every step."""
+        return frozenset()
+
     # -- when it judges: subclasses say so, all others keep still ----------------------------------------------------
 
     def take_place(self, plan: LayoutPlan) -> None:

@@ -1,0 +1,44 @@
+"""`sentinel node RUNS`: publishes what the ranks of this machine come to, step by step, for a join elsewhere to judge."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from sentinel.cli.broker_options import broker_options
+from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
+from sentinel.cli.ship import publish
+from sentinel.fleet.broker import BrokerConfig
+
+
+@click.command()
+@click.argument("directory", required=False)
+@broker_options
+@click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
+@click.option(
+    "--rules", "packs", multiple=True, metavar="PATH", help="Rule packs of the join: a file, a directory, or a name."
+)
+@click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
+@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
+def node(
+    directory: str | None,
+    broker: BrokerConfig,
+    node: str | None,
+    packs: tuple[str, ...],
+    drain_s: float,
+    log_format: str,
+    log_level: str,
+) -> int:
+    """Publish what the ranks of this machine come to in each step, and their spools without the rows.
+
+    DIRECTORY is as of `sentinel ship`, and so is what holds. The join comes to the same, for it asks for the rows of a step
+    that it looks at closely. --rules says of which kinds it always does: a join with other rules asks more often. SIGTERM
+    and SIGINT wait until the join has every row that it has not committed (exit code 0), or for --drain-s (1).
+    """
+    from sentinel.rules.engine import Engine
+    from sentinel.rules.language.loader import load_pack
+
+    begin_log(sys.stderr, log_format, log_level)
+    return publish(directory, broker, node, drain_s, Engine(load_pack(list(packs))).row_kinds)

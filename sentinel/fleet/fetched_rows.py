@@ -1,0 +1,168 @@
+"""FetchedRows: the digests of one run at the join, and the rows that nodes are asked for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from sentinel.errors import StoreError, WireError
+from sentinel.fleet.sealed import DigestPiece, RowsPiece
+from sentinel.ingest.node_digest import MAX_DIGEST_BYTES, DigestBook, NodeDigest, decode_digest
+from sentinel.ingest.step_parts import AwayFrame
+from sentinel.wire.frame import MAX_FRAME_BYTES, Buffer, Frame, scan
+from sentinel.wire.spool_files import file_name, read_window
+
+log = logging.getLogger("sentinel.fleet")
+
+LOOK_S = 0.02
+MAX_WANTED = 2048
+"""Most frames that one answer asks for: the others come with the next."""
+MAX_BEGUN = 8
+"""Digests and frames of one node of which parts are here; past it the oldest are dropped, and rows asked for again."""
+
+
+class _Begun:
+    """Something that comes in parts."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, bytes] = {}
+        self.num_bytes = 0
+
+    def add(self, at: int, data: bytes) -> None:
+        self.num_bytes += len(data) - len(self.parts.get(at, b""))
+        self.parts[at] = data
+
+    def whole(self) -> bytes:
+        return b"".join(data for _, data in sorted(self.parts.items()))
+
+
+class FetchedRows:
+    """A `RowSource`, for the thread that judges; the thread of the join brings what nodes send."""
+
+    def __init__(self, run_dir: Path, *, owner: Callable[[str], str], is_heard: Callable[[str], bool]) -> None:
+        """owner: folder of a spool -> the node that it comes from, empty: none. is_heard: whether a node speaks."""
+        self.num_steps = 0
+        """Steps of which digests were handed out."""
+        self.num_fetched = 0
+        """Times that rows were asked for: one a step."""
+        self.num_gone = 0
+        """Frames that could not be had any more: their rows are not judged."""
+        self.why_ended = ""
+        """Why nothing is fetched any more; empty: it is."""
+        self._spool_dir, self._owner, self._is_heard = run_dir / "spool", owner, is_heard
+        self._books: dict[str, DigestBook] = {}
+        self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
+        self._wanted: dict[AwayFrame, bool] = {}
+        """Frame -> whether it is known to be gone."""
+        self._lock = threading.Lock()
+        self._newest_step = -1
+
+    # For the thread that judges.
+
+    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str]) -> NodeDigest | None:
+        """Return the digest that a node made of these frames of these spools, all its own; None: there is none."""
+        owners = {self._owner(folder) for folder in folders}
+        with self._lock:
+            book = self._books.get(owners.pop()) if len(owners) == 1 else None
+        found = book.find(step, of) if book is not None else None
+        if found is not None and step != self._newest_step:
+            self.num_steps, self._newest_step = self.num_steps + 1, step
+        return found
+
+    def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
+        """Return (process, number of the frame) -> payload. Waits for nodes that speak; StoreError: this join is at its end.
+
+        What a node has no more, or one that is silent, is left out.
+        """
+        found: dict[tuple[bytes, int], Buffer] = {}
+        missing = [one for one in frames if not self._read(one, found)]
+        self.num_fetched += 1
+        with self._lock:
+            self._wanted.update(dict.fromkeys(missing, False))
+        try:
+            while missing:
+                if self.why_ended:
+                    raise StoreError(f"{self._spool_dir.parent}: rows of nodes are not to be had: {self.why_ended}")
+                time.sleep(LOOK_S)
+                with self._lock:
+                    gone = {one for one in missing if self._wanted.get(one, False)}
+                gone |= {one for one in missing if not self._is_heard(self._owner(one.folder))}
+                missing = [one for one in missing if not self._read(one, found)]
+                lost = [one for one in missing if one in gone]
+                if lost:
+                    self.num_gone += len(lost)
+                    log.warning(
+                        "run %s: rows of %d frames of %s cannot be had: their node has them no more, or said nothing for "
+                        "too long; that step is judged without them",
+                        self._spool_dir.parent.name, len(lost), ", ".join(sorted({one.folder for one in lost})[:8]),
+                    )  # fmt: skip
+                missing = [one for one in missing if one not in gone]
+        finally:
+            with self._lock:
+                for one in frames:
+                    self._wanted.pop(one, None)
+        return found
+
+    def _read(self, one: AwayFrame, found: dict[tuple[bytes, int], Buffer]) -> bool:
+        window = read_window(self._spool_dir / one.folder / file_name(one.file_index), one.offset, one.num_bytes)
+        frame = None if window is None else scan(window[0])
+        if not isinstance(frame, Frame) or frame.num_bytes_away or frame.header.seq != one.seq:
+            return False
+        found[one.incarnation, one.seq] = frame.payload
+        return True
+
+    # For the thread of the join.
+
+    def wanted(self, node: str) -> tuple[AwayFrame, ...]:
+        """Return the frames that a node is to send."""
+        with self._lock:
+            wanted = [one for one, is_gone in self._wanted.items() if not is_gone]
+        return tuple(one for one in wanted if self._owner(one.folder) == node)[:MAX_WANTED]
+
+    def take_digest(self, piece: DigestPiece) -> None:
+        """Take in a part of a digest. WireError: it is part of none."""
+        if not 0 <= piece.part < piece.num_parts or not piece.data:
+            raise WireError(f"node {piece.node}: expected a part of a digest, got {piece.part} of {piece.num_parts}")
+        begun = self._part_of(piece.node, ("digest", piece.number), piece.part, piece.data, MAX_DIGEST_BYTES)
+        if len(begun.parts) < piece.num_parts:
+            return
+        del self._begun[piece.node]["digest", piece.number]
+        data = begun.whole()
+        found = decode_digest(data)
+        with self._lock:
+            book = self._books.setdefault(piece.node, DigestBook())
+        book.add(found, len(data))
+
+    def take_rows(self, piece: RowsPiece, fill: Callable[[int, int, bytes], bool]) -> int:
+        """Take in a part of a frame of rows; returns the bytes that were written. WireError: they are no rows of ours.
+
+        fill: as `SpoolCopy.fill`.
+        """
+        if not piece.num_bytes:
+            with self._lock:
+                for one in self._wanted:
+                    if (one.folder, one.file_index, one.offset) == (piece.folder, piece.file_index, piece.offset):
+                        self._wanted[one] = True
+            return 0
+        if not 0 <= piece.at < piece.at + len(piece.data) <= piece.num_bytes:
+            raise WireError(f"node {piece.node}: expected a part of {piece.num_bytes} bytes, got one at {piece.at}")
+        key = ("rows", piece.folder, piece.file_index, piece.offset)
+        begun = self._part_of(piece.node, key, piece.at, piece.data, min(piece.num_bytes, MAX_FRAME_BYTES))
+        if begun.num_bytes < piece.num_bytes:
+            return 0
+        del self._begun[piece.node][key]
+        return piece.num_bytes if fill(piece.file_index, piece.offset, begun.whole()) else 0
+
+    def _part_of(self, node: str, key: tuple[object, ...], at: int, data: bytes, most: int) -> _Begun:
+        of_node = self._begun.setdefault(node, {})
+        begun = of_node.setdefault(key, _Begun())
+        begun.add(at, data)
+        if begun.num_bytes > most:
+            del of_node[key]
+            raise WireError(f"node {node}: expected at most {most} bytes, got more")
+        while len(of_node) > MAX_BEGUN:
+            del of_node[next(iter(of_node))]
+        return begun

@@ -1,0 +1,77 @@
+"""Rows that lie on another machine until somebody asks for them: where they are, and how a step gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.ingest.node_digest import NodeDigest
+from sentinel.ingest.step_parts import AwayFrame, RankPartOfStep
+from sentinel.step_view import RankStep
+from sentinel.wire.frame import Buffer
+
+
+class RowSource(Protocol):
+    """Where the digests of a run are, and the rows that its spools here have not got."""
+
+    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str]) -> NodeDigest | None:
+        """Return the digest that a machine made of these frames (`NodeDigest.of`); None: there is none.
+
+        folders: of the spools that they lie in.
+        """
+
+    def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
+        """Return (process, number of the frame) -> payload. Waits; frames that cannot be had any more are not in it."""
+
+
+class AwayParts:
+    """The parts of one step of which rows are away; all are asked for at once, when the first is looked at."""
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
+        self._frames: list[AwayFrame] = []
+        self._fetched: Mapping[tuple[bytes, int], Buffer] | None = None
+
+    def add(self, part: RankPartOfStep, last_seq: int) -> bool:
+        """Take in a part; return whether any of its rows are away."""
+        frames = part.away_until(last_seq)
+        self._frames += frames
+        return bool(frames)
+
+    def of(self, incarnation: bytes) -> Mapping[int, Buffer]:
+        """Return the payloads of one process's frames, by number."""
+        if self._fetched is None:
+            self._fetched = self._source.fetch(self._frames)
+        return {seq: payload for (process, seq), payload in self._fetched.items() if process == incarnation}
+
+
+def away_part(of: RankStep, part: RankPartOfStep, last_seq: int, away: AwayParts) -> AwayRankStep:
+    """Return a rank's part as it is, but for its rows: those of the frames of `part` up to last_seq, when asked for."""
+    known = {name: getattr(of, name) for name in RankStep.__struct_fields__}
+    return AwayRankStep(**known, part=part, last_seq=last_seq, away=away)
+
+
+class AwayRankStep(RankStep, frozen=True, kw_only=True):
+    """A rank's part whose rows are fetched when they are asked for."""
+
+    part: RankPartOfStep
+    last_seq: int
+    away: AwayParts
+    rows_seen: list[npt.NDArray[np.void]] = []
+    """The rows, once they were asked for."""
+
+    @property
+    def rows(self) -> npt.NDArray[np.void]:  # type: ignore[misc] # what lies in the field is never looked at
+        """[num_rows] ROW_DTYPE."""
+        if not self.rows_seen:
+            fetched = self.away.of(self.incarnation)
+            self.rows_seen.append(self.part.rows_until(self.last_seq, self.descriptor, fetched))
+        return self.rows_seen[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of `rows`, by what their frames say."""
+        return self.part.num_rows_until(self.last_seq)

@@ -1,0 +1,227 @@
+"""NodeDigest: what the ranks of one machine come to in a step, made there and used here in place of their rows.
+
+It stands for the rows of a step in which they are not looked at one by one: where a value is not finite, or copies on the
+machine differ, there is none, and where a judge looks at single rows of a kind that is not carried, it asks for all of them.
+Whoever uses it comes to the same bits as whoever has the rows.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Collection, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sentinel import native
+from sentinel.errors import MALFORMED, WireError
+from sentinel.ingest.digest import digest
+from sentinel.ingest.node_share import NodeShare, NodeSums
+from sentinel.messages import Descriptor
+from sentinel.moments import LONE_SHARE, tails
+from sentinel.record import ROW_DTYPE, STATS_DTYPE, Kind
+from sentinel.step_view import RankStep
+
+VERSION = 1
+MAX_STEPS = 256
+"""Newest steps of which digests are kept; a bound on memory."""
+MAX_BYTES = 128 * 2**20
+"""Most bytes of digests that are kept: the oldest go first, and their rows are asked for."""
+
+
+MAX_DIGEST_BYTES = 64 * 2**20
+"""Most bytes of one digest, a bound on memory: some 500,000 tensors."""
+MAX_DESCRIPTORS = 1024
+"""Descriptors of which it is remembered what is carried; a bound on memory."""
+
+
+class DigestedRank(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of a digest: which of its frames are in it, and the rows that are carried as they are."""
+
+    rank: int
+    incarnation: bytes
+    layout_id: int
+    last_seq: int
+    """Number of the last frame in it."""
+    num_rows: int
+    carried: bytes = b""
+    """Rows of ROW_DTYPE, in their order."""
+
+
+class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
+    """One machine's ranks in one step."""
+
+    version: int
+    step: int
+    is_native: bool
+    """Merged by the C library: numpy comes to other bits."""
+    share: bytes
+    """`NodeShare.key`: what was taken for what."""
+    ranks: tuple[DigestedRank, ...]
+    """Ranks rising."""
+    stats: bytes
+    """[num_tensors] STATS_DTYPE, without what has no row."""
+    present: bytes
+    """[num_tensors] bits: whether there is a row that counts."""
+    has_rows: bytes
+    """[num_copies] bits."""
+    marks: bytes
+    """`NodeShare.marks` of the tensors whose copies are compared."""
+    has_lone_weight: bool
+    """Of some weight one element is nearly all."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of which all rows are carried."""
+
+    @property
+    def of(self) -> tuple[tuple[bytes, int, int], ...]:
+        """Which frames it is made of: (process, number of the last frame, number of rows) of each rank."""
+        return tuple((one.incarnation, one.last_seq, one.num_rows) for one in self.ranks)
+
+    def sums(self, share: NodeShare) -> tuple[NodeSums, npt.NDArray[np.uint64]] | None:
+        """Return the sums and the marks; None: they were made otherwise than here, and say nothing."""
+        num_tensors, num_copies = len(share.tensor_of), share.num_copies
+        if self.share != share.key or self.is_native != (native.prepare_digest is not None):
+            return None
+        present, has_rows = _bits(self.present, num_tensors), _bits(self.has_rows, num_copies)
+        marked = _marked(share)
+        num_held = 0 if present is None else int(np.count_nonzero(present))
+        if (
+            present is None
+            or has_rows is None
+            or len(self.stats) != num_held * STATS_DTYPE.itemsize
+            or len(self.marks) != 8 * len(marked)
+        ):
+            return None
+        stats = np.zeros(num_tensors, STATS_DTYPE)
+        stats["min"], stats["max"] = np.inf, -np.inf
+        stats[present] = np.frombuffer(self.stats, STATS_DTYPE)
+        marks = np.zeros(num_tensors, np.uint64)
+        marks[marked] = np.frombuffer(self.marks, np.uint64)
+        return NodeSums(stats, present, has_rows), marks
+
+
+class DigestMaker:
+    """Makes the digests of a machine, all with the same kinds."""
+
+    def __init__(self, kinds: Collection[str]) -> None:
+        """kinds: of which all rows are carried, beside the sums that other values are formed of."""
+        self.kinds = frozenset(kinds)
+        self._wanted: dict[int, tuple[Descriptor, npt.NDArray[np.bool_]]] = {}
+        """By identity of the descriptor, which is kept for as long: [ids] which of a rank's tensors are carried."""
+
+    def make(
+        self, step: int, share: NodeShare, parts: Sequence[RankStep], ranks: Sequence[DigestedRank]
+    ) -> NodeDigest | None:
+        """Return the digest of a machine's ranks; None: only the rows tell. parts: of the share's ranks, rising.
+
+        ranks: which frames those are.
+        """
+        found = digest(parts, share)
+        if len(found.bad_rows) or len(found.odd_copies):
+            return None
+        sums = share.sums(parts, found)
+        carried = [part.rows[self._carries(part)].tobytes() for part in parts]
+        weights = (part.rows[part.rows["kind"] == Kind.PARAM] for part in parts)
+        return NodeDigest(
+            version=VERSION, step=step, is_native=native.prepare_digest is not None, share=share.key,
+            ranks=tuple(msgspec.structs.replace(one, carried=rows) for one, rows in zip(ranks, carried, strict=True)),
+            stats=sums.stats[sums.present].tobytes(), present=np.packbits(sums.present).tobytes(),
+            has_rows=np.packbits(sums.has_rows).tobytes(), marks=share.marks(parts)[_marked(share)].tobytes(),
+            has_lone_weight=any(bool((tails(rows) >= LONE_SHARE).any()) for rows in weights),
+            kinds=tuple(sorted(self.kinds)),
+        )  # fmt: skip
+
+    def _carries(self, part: RankStep) -> npt.NDArray[np.bool_]:
+        """Return which rows of a rank are carried: [rows]."""
+        descriptor = part.descriptor
+        known = self._wanted.get(id(descriptor))
+        if known is None:
+            summands = {one for tensor in descriptor.tensors for one in tensor.parts}
+            wanted = np.zeros(max((tensor.id for tensor in descriptor.tensors), default=-1) + 1, np.bool_)
+            for tensor in descriptor.tensors:
+                wanted[tensor.id] = tensor.kind in self.kinds or tensor.is_part or tensor.id in summands
+            if len(self._wanted) >= MAX_DESCRIPTORS:
+                self._wanted.clear()
+            known = self._wanted[id(descriptor)] = (descriptor, wanted)
+        ids, found = part.rows["tensor"], np.zeros(len(part.rows), np.bool_)
+        is_known = ids < len(known[1])
+        found[is_known] = known[1][ids[is_known]]
+        return found
+
+
+def carried_rows(one: DigestedRank) -> npt.NDArray[np.void]:
+    """Return the rows that are carried as they are: [rows] ROW_DTYPE. WireError: they are none."""
+    try:
+        return np.frombuffer(one.carried, ROW_DTYPE)
+    except ValueError as error:
+        raise WireError(f"digest of rank {one.rank}: expected rows of {ROW_DTYPE.itemsize} bytes, got {error}") from error
+
+
+_MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, ValueError, zlib.error)
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(NodeDigest)
+
+
+def encode_digest(found: NodeDigest) -> bytes:
+    """Return the bytes of a digest: small numbers and alike ones, of which zlib at its quickest makes a half to a fifth."""
+    return zlib.compress(_ENCODER.encode(found), 1)
+
+
+def decode_digest(data: bytes) -> NodeDigest:
+    """Return the digest that these bytes are. WireError: they are none, or of a newer version."""
+    unpacked = zlib.decompressobj()
+    try:
+        body = unpacked.decompress(data, MAX_DIGEST_BYTES)
+        if not unpacked.eof or unpacked.unused_data:
+            raise ValueError(f"expected its end within {MAX_DIGEST_BYTES} bytes, got none or more behind it")
+        found = _DECODER.decode(body)
+    except _MALFORMED as error:
+        raise WireError(f"digest of {len(data)} bytes: expected a step of a machine, got {error}") from error
+    if found.version > VERSION:
+        raise WireError(
+            f"digest of version {found.version}: expected {VERSION} at most; install the same sentinel on nodes and join"
+        )
+    ranks = [one.rank for one in found.ranks]
+    if ranks != sorted(set(ranks)) or not ranks or ranks[0] < 0:
+        raise WireError(f"digest of step {found.step}: expected ranks in rising order, got {ranks[:8]}")
+    for one in found.ranks:
+        carried_rows(one)
+    return found
+
+
+class DigestBook:
+    """The newest digests of a run, by the frames that they are made of. For any thread."""
+
+    def __init__(self) -> None:
+        self._of_step: dict[int, dict[tuple[tuple[bytes, int, int], ...], tuple[NodeDigest, int]]] = {}
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, found: NodeDigest, num_bytes: int) -> None:
+        """Take in a digest of so many bytes."""
+        with self._lock:
+            of_step = self._of_step.setdefault(found.step, {})
+            self._num_bytes += num_bytes - (of_step[found.of][1] if found.of in of_step else 0)
+            of_step[found.of] = (found, num_bytes)
+            while len(self._of_step) > MAX_STEPS or (self._num_bytes > MAX_BYTES and len(self._of_step) > 1):
+                self._num_bytes -= sum(size for _, size in self._of_step.pop(min(self._of_step)).values())
+
+    def find(self, step: int, of: tuple[tuple[bytes, int, int], ...]) -> NodeDigest | None:
+        """Return the digest of a step that is made of these frames; None: there is none."""
+        with self._lock:
+            found = self._of_step.get(step, {}).get(of)
+        return None if found is None else found[0]
+
+
+def _marked(share: NodeShare) -> npt.NDArray[np.int64]:
+    """Return the tensors whose copies are compared, by their numbers in the share."""
+    return np.unique(share.tensor_of_copy[share.is_replicated[:-1]]).astype(np.int64)
+
+
+def _bits(data: bytes, num: int) -> npt.NDArray[np.bool_] | None:
+    """Return so many bits; None: there are not as many."""
+    if len(data) != (num + 7) // 8:
+        return None
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=num).astype(np.bool_)

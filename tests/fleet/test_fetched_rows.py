@@ -1,0 +1,191 @@
+"""Spools that come without their rows: these are asked for, come before a node ends, and are taken from no stranger."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel.errors import StoreError, WireError
+from sentinel.fleet.copied_runs import SILENT_S
+from sentinel.fleet.node_runs import RESEND_S, NodeRuns
+from sentinel.fleet.sealed import DigestPiece, Published, RowsPiece, SpoolChunk, seal, unseal_published
+from sentinel.fleet.spool_cursor import frames_of_rows
+from sentinel.ingest.step_parts import AwayFrame
+from sentinel.testing import SyntheticRun
+from sentinel.wire.frame import Buffer, Frame, scan
+from sentinel.wire.spool_files import file_name
+
+from ..support.serving import small_run
+from ..support.waiting import wait_for
+from .test_copies_of_spools import Fleet
+
+
+class ThinFleet(Fleet):
+    """One node that publishes a run of four ranks without its rows, and a join that has taken all of it."""
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(where, "n0")
+        self.nodes["n0"] = NodeRuns(
+            where / "n0", "n0", digested_kinds=frozenset(), clock=lambda: self.now, on_problem=self.problems.append
+        )
+        self.run: SyntheticRun = small_run(where / "n0" / "run")
+        self.run.write(3)
+        self.published: list[Published] = []
+        for _ in range(4):
+            self.turn()
+        assert self.missing()
+
+    def turn(self) -> None:
+        self.talk()
+        for published in self.nodes["n0"].next():
+            self.published.append(published)
+            self.take(published)
+        self.copies.release()
+
+    def take(self, published: Published) -> None:
+        found = unseal_published(seal(published))
+        if isinstance(found, SpoolChunk):
+            self.copies.take_chunk(found)
+        elif isinstance(found, DigestPiece):
+            self.copies.take_digest(found)
+        else:
+            self.copies.take_rows(found)
+
+    def missing(self) -> list[str]:
+        """Return the files whose copies are not what they are at the node, though as long."""
+        found = []
+        for path in sorted(self.run.directory.rglob("*.spool")):
+            copy = (self.joined / "run" / "spool" / path.parent.name / path.name).read_bytes()
+            assert len(copy) == path.stat().st_size
+            if copy != path.read_bytes():
+                found.append(f"{path.parent.name}/{path.name}")
+        return found
+
+    def frames(self) -> list[AwayFrame]:
+        """Return all frames of rows, as a step asks for them."""
+        found = []
+        for folder in sorted((self.run.directory / "spool").iterdir()):
+            for one in frames_of_rows(folder, (0, 0)):
+                data = (folder / file_name(one.file_index)).read_bytes()[one.offset :]
+                frame = scan(data)
+                assert isinstance(frame, Frame)
+                found.append(msgspec.structs.replace(one, incarnation=frame.header.incarnation, seq=frame.header.seq))
+        return found
+
+    def fetched(self, until: Callable[[], None]) -> Mapping[tuple[bytes, int], Buffer]:
+        """Have all rows fetched, as the thread that judges does, while something else happens again and again."""
+        found: list[Mapping[tuple[bytes, int], Buffer]] = []
+        thread = threading.Thread(target=lambda: found.append(self.copies.rows_of("run").fetch(self.frames())))
+        thread.start()
+        wait_for(lambda: until() or not thread.is_alive())
+        return found[0]
+
+
+@pytest.fixture
+def thin(tmp_path: Path) -> ThinFleet:
+    return ThinFleet(tmp_path)
+
+
+def test_rows_that_are_asked_for_come_and_stay(thin: ThinFleet) -> None:
+    assert sum(len(seal(one)) for one in thin.published) < sum(
+        path.stat().st_size for path in thin.run.directory.rglob("*.spool")
+    )
+    found = thin.fetched(thin.turn)
+    assert {key: bytes(payload) for key, payload in found.items()} == {
+        (one.incarnation, one.seq): (thin.run.directory / "spool" / one.folder / file_name(one.file_index)).read_bytes()[
+            one.offset + 96 : one.offset + one.num_bytes
+        ]
+        for one in thin.frames()
+    }
+    assert not thin.missing() and not thin.problems
+    # What is here is not asked for again.
+    assert thin.fetched(lambda: None).keys() == found.keys() and not thin.copies.rows_of("run").wanted("n0")
+
+
+def test_a_join_that_begins_again_knows_which_rows_it_has_not_got(thin: ThinFleet) -> None:
+    before = {folder: copy.away for folder, copy in thin.copies._runs["run"].copies.items()}
+    thin.restarted("j2")
+    assert {folder: copy.away for folder, copy in thin.copies._runs["run"].copies.items()} == before
+    assert sum(map(len, before.values())) == len(thin.frames())
+
+
+def test_a_node_that_ends_leaves_all_rows_behind(thin: ThinFleet) -> None:
+    node = thin.nodes["n0"]
+    thin.talk()
+    assert node.num_away == len(thin.frames()) and not node.num_waiting_bytes
+    for _ in range(3):
+        node.send_rows()
+        thin.turn()
+        thin.now += RESEND_S
+    assert not node.num_away and not thin.missing() and not thin.problems
+
+
+def test_rows_that_are_gone_or_of_a_silent_node_are_not_waited_for(thin: ThinFleet) -> None:
+    frames = thin.frames()
+    gone = thin.run.directory / "spool" / frames[0].folder / file_name(0)
+    found: list[Mapping[tuple[bytes, int], Buffer]] = []
+    gone.rename(gone.with_name("away"))
+    rows = thin.copies.rows_of("run")
+    thread = threading.Thread(target=lambda: found.append(rows.fetch(frames)))
+    thread.start()
+    wait_for(lambda: thin.turn() or not thread.is_alive())
+    assert rows.num_gone == sum(one.folder == frames[0].folder for one in frames)
+    assert len(found[0]) == len(frames) - rows.num_gone
+
+    thin.now += SILENT_S + 1.0
+    assert not rows.fetch(frames[:1])
+
+
+def test_nobody_waits_for_rows_at_the_end_of_a_join(thin: ThinFleet) -> None:
+    frames = thin.frames()
+    thin.copies.end("the lease was lost")
+    with pytest.raises(StoreError, match="the lease was lost"):
+        thin.copies.rows_of("run").fetch(frames)
+
+
+def test_rows_and_digests_of_strangers_are_refused(thin: ThinFleet) -> None:
+    one, other = thin.frames()[0], thin.frames()[-1]
+    path = thin.run.directory / "spool" / one.folder / file_name(one.file_index)
+    frame = path.read_bytes()[one.offset : one.offset + one.num_bytes]
+    mine = RowsPiece(2, "n0", "run", one.folder, one.file_index, one.offset, one.num_bytes, 0, frame)
+    before = thin.missing()
+    for wrong in (
+        msgspec.structs.replace(mine, node="n1"), msgspec.structs.replace(mine, folder="../n0"),
+        msgspec.structs.replace(mine, run="../run"), msgspec.structs.replace(mine, folder=other.folder),
+        msgspec.structs.replace(mine, offset=one.offset + 8), msgspec.structs.replace(mine, at=-1),
+        msgspec.structs.replace(mine, num_bytes=one.num_bytes + 1), msgspec.structs.replace(mine, at=1),
+        msgspec.structs.replace(mine, data=frame[:-1] + b"x"), msgspec.structs.replace(mine, data=bytes(len(frame))),
+    ):  # fmt: skip
+        thin.take(wrong)
+        assert thin.missing() == before
+    thin.take(mine)
+    assert thin.copies.counts["rows_bytes"] == one.num_bytes
+    digest = next(piece for piece in thin.published if isinstance(piece, DigestPiece))
+    book = thin.copies.rows_of("run")._books
+    assert list(book) == ["n0"]
+    for piece in (
+        msgspec.structs.replace(digest, run=".run"), msgspec.structs.replace(digest, data=digest.data[:-4]),
+        msgspec.structs.replace(digest, part=1), msgspec.structs.replace(digest, data=b""),
+    ):  # fmt: skip
+        thin.take(msgspec.structs.replace(piece, node="n1"))
+        assert list(book) == ["n0"]
+
+
+def test_a_chunk_that_contradicts_itself_is_none(thin: ThinFleet) -> None:
+    chunk = next(one for one in thin.published if isinstance(one, SpoolChunk) and one.away)
+    for away in (((0, 8),), ((96, 0),), ((200, 8), (200, 8)), ((96, 2**30),), ((96 + len(chunk.data), 8),), ((96, -1),)):
+        with pytest.raises(WireError):
+            unseal_published(seal(_forged(chunk, away)))
+
+
+def _forged(chunk: SpoolChunk, away: tuple[tuple[int, int], ...]) -> SpoolChunk:
+    """Return a chunk as only a forger makes one: whoever makes one of these is told."""
+    with pytest.raises(ValueError, match="expected"):
+        msgspec.structs.replace(chunk, away=away)
+    found = msgspec.structs.replace(chunk)
+    msgspec.structs.force_setattr(found, "away", away)
+    return found

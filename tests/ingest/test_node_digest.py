@@ -1,0 +1,202 @@
+"""A step made of digests is the step made of rows, and asks for these only where they are looked at one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel.errors import WireError
+from sentinel.ingest.away_rows import RowSource
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.model_layout import ModelLayout
+from sentinel.ingest.node_digest import DigestBook, DigestedRank, DigestMaker, NodeDigest, decode_digest, encode_digest
+from sentinel.ingest.node_share import by_machine
+from sentinel.ingest.step_parts import AwayFrame
+from sentinel.ingest.steps import StepAssembler
+from sentinel.judge.judge import Judge
+from sentinel.rules.engine import Engine
+from sentinel.rules.language.loader import load_pack
+from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
+from sentinel.wire.frame import HEADER_BYTES, Buffer, Frame, FrameType, peek, scan, without_rows
+from sentinel.wire.spool_files import file_name
+
+from ..support.closed_steps import FollowedRun, closed_steps, seen
+from ..support.serving import small_run
+
+KINDS = ("activation", "activation_in", "wgrad_unreduced")
+LAYOUTS = {
+    "dp4, two machines": {"pp": 1, "dp": 4, "layers": 2, "ranks_per_host": 2},
+    "tp2 dp2, two machines": {"pp": 1, "dp": 2, "tp": 2, "layers": 2, "ranks_per_host": 2},
+    "pp4, four machines": {"pp": 4, "dp": 1, "ranks_per_host": 1},
+    "pp2 dp2, micro-steps": {"per_micro_step": True, "ranks_per_host": 2},
+    "tp4, numbered otherwise, one machine": {"pp": 1, "dp": 1, "tp": 4, "layers": 2, "shuffle": True},
+    "pp2 dp2, numbered otherwise, one machine": {"shuffle": True},
+}
+
+
+class Elsewhere(RowSource):
+    """The spools of a run as their machines have them, and the digests that these made."""
+
+    def __init__(self, run_dir: Path, steps: Sequence[ClosedStep]) -> None:
+        self.run_dir = run_dir
+        self.asked: set[int] = set()
+        """Steps whose rows were asked for."""
+        self._book, self.num_bytes = DigestBook(), 0
+        maker = DigestMaker(KINDS)
+        for view in steps:
+            assert view.decision is not None
+            of = {one.rank: one for one in view.decision.ranks}
+            for own in by_machine(view.parts):
+                # As a machine knows them: of its own ranks alone.
+                layout = ModelLayout({part.rank: part.descriptor for part in own})
+                ranks = [
+                    DigestedRank(one.rank, one.incarnation, one.layout_id, one.last_seq, one.num_rows)
+                    for one in (of[part.rank] for part in own)
+                ]
+                made = maker.make(view.step, layout.share_of(tuple(part.rank for part in own)), own, ranks)
+                if made is not None:
+                    data = encode_digest(made)
+                    self.num_bytes += len(data)
+                    self._book.add(decode_digest(data), len(data))
+
+    def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str] = ()) -> NodeDigest | None:
+        return self._book.find(step, of)
+
+    def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
+        found: dict[tuple[bytes, int], Buffer] = {}
+        for one in frames:
+            data = (self.run_dir / "spool" / one.folder / file_name(one.file_index)).read_bytes()
+            frame = scan(data[one.offset : one.offset + one.num_bytes])
+            assert isinstance(frame, Frame) and frame.header.seq == one.seq
+            self.asked.add(frame.header.step)
+            found[one.incarnation, one.seq] = frame.payload
+        return found
+
+
+def emptied(run_dir: Path, there: Path) -> int:
+    """Copy the spools of a run without the rows in them; returns the bytes of the rows."""
+    num_bytes = 0
+    for path in sorted((run_dir / "spool").rglob("*.spool")):
+        data, at, made = path.read_bytes(), 0, b""
+        while (found := peek(data, at)) is not None:
+            frame = data[at : at + found[1]]
+            if found[0] == FrameType.ROWS:
+                head = without_rows(frame)
+                assert head is not None
+                num_bytes += len(frame) - len(head)
+                frame = head + bytes(len(frame) - len(head))
+            made += frame
+            at += found[1]
+        target = there / path.relative_to(run_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(made)
+    return num_bytes
+
+
+def of_digests(run: SyntheticRun, there: Path) -> tuple[list[ClosedStep], list[ClosedStep], Elsewhere]:
+    """Return the steps of a run as they are of rows, and as they are of digests."""
+    whole = closed_steps(run.directory)
+    emptied(run.directory, there)
+    source = Elsewhere(run.directory, whole)
+    followed = FollowedRun(there)
+    followed.follower = RunFollower(there, on_problem=followed.problems.append)
+    followed.assembler = StepAssembler(run.run, rows_from=source)
+    followed.finish()
+    assert not followed.problems
+    return whole, followed.views, source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.long) for at, one in enumerate(LAYOUTS)]
+)
+def test_steps_are_judged_of_digests_as_of_rows(tmp_path: Path, layout: str) -> None:
+    run = small_run(tmp_path / "run", elements=64, **LAYOUTS[layout])
+    skewed = BlowUp(step=20, module="layers.0.mlp", factor=4.0, for_steps=12, rank=3)
+    run.plant(Nan(step=9, module=run.modules()[3], rank=0, micro_step=1), LossJump(step=13, factor=50.0), skewed)
+    run.write(32)
+    run.end()
+    whole, made, source = of_digests(run, tmp_path / "there" / "run")
+    assert len(whole) == len(made) == 32
+    assert Engine(load_pack()).row_kinds == frozenset(KINDS)
+    pack = load_pack()
+    by_rows, by_digests, found = Judge(pack), Judge(pack), []
+    for one, other in zip(whole, made, strict=True):
+        assert other.num_rows == one.num_rows and other.is_of_digests == (one.step != 9)
+        expected = by_rows.judge(one.decision, one)
+        assert by_digests.judge(other.decision, other) == expected
+        found += [one.rule for one in expected.anomalies]
+        assert other.stats.tobytes() == one.stats.tobytes()
+    assert by_digests.snapshot() == by_rows.snapshot()
+    assert "non-finite" in found and ("rank-skew-layers" in found or not layout.startswith("dp4"))
+    assert 9 in source.asked and len(source.asked) < 8, source.asked
+    # What was asked for, or is asked for now, is what it would have been.
+    assert [seen(one) for one in made] == [seen(one) for one in whole]
+
+
+def test_a_digest_of_other_frames_or_another_layout_is_not_used(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.write(1)
+    run.end()
+    (view,) = closed_steps(run.directory)
+    source = Elsewhere(run.directory, [view])
+    assert view.decision is not None
+    of = tuple((one.incarnation, one.last_seq, one.num_rows) for one in view.decision.ranks)
+    found = source.digest(0, of)
+    assert found is not None and found.sums(view.layout.share_of((0, 1, 2, 3))) is not None
+    assert source.digest(1, of) is None
+    assert source.digest(0, of[:3]) is None
+    assert source.digest(0, ((of[0][0], of[0][1], of[0][2] - 1), *of[1:])) is None
+    assert found.sums(view.layout.share_of((0, 1, 2))) is None
+    for change in (
+        {"stats": found.stats[:-96]}, {"marks": found.marks + bytes(8)}, {"present": b""}, {"has_rows": found.has_rows * 2},
+        {"is_native": not found.is_native}, {"share": bytes(16)},
+    ):  # fmt: skip
+        assert msgspec.structs.replace(found, **change).sums(view.layout.share_of((0, 1, 2, 3))) is None
+
+
+def test_bytes_that_are_no_digest_are_refused(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.write(1)
+    run.end()
+    (view,) = closed_steps(run.directory)
+    source = Elsewhere(run.directory, [view])
+    assert view.decision is not None
+    found = source.digest(0, tuple((one.incarnation, one.last_seq, one.num_rows) for one in view.decision.ranks))
+    assert found is not None
+    data = encode_digest(found)
+    odd = msgspec.structs.replace(found.ranks[0], carried=b"1234")
+    for wrong in (
+        b"", data[:-1], data + b"1", b"\xc1", encode_digest(msgspec.structs.replace(found, version=99)),
+        encode_digest(msgspec.structs.replace(found, ranks=found.ranks[::-1])),
+        encode_digest(msgspec.structs.replace(found, ranks=())),
+        encode_digest(msgspec.structs.replace(found, ranks=(odd,))),
+    ):  # fmt: skip
+        with pytest.raises(WireError):
+            decode_digest(wrong)
+
+
+def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.write(1)
+    (path, *_) = sorted((run.directory / "spool").rglob("*.spool"))
+    data, at, kinds = path.read_bytes(), 0, []
+    while (found := peek(data, at)) is not None:
+        frame = data[at : at + found[1]]
+        head = without_rows(frame)
+        kinds.append((found[0], head is not None))
+        if head is not None:
+            again = scan(head + bytes(len(frame) - HEADER_BYTES))
+            before = scan(frame)
+            assert isinstance(again, Frame) and isinstance(before, Frame)
+            assert again.header == before.header and not again.payload
+            assert again.num_bytes_away == memoryview(before.payload).nbytes
+            assert without_rows(head + bytes(len(frame) - HEADER_BYTES)) is None
+            assert without_rows(frame[:-1]) is None and without_rows(frame[:-1] + b"x") is None
+        at += found[1]
+    assert {is_rows for kind, is_rows in kinds if kind == FrameType.ROWS} == {True}
+    assert not any(is_rows for kind, is_rows in kinds if kind != FrameType.ROWS)
