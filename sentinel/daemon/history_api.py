@@ -54,8 +54,11 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whose vectors are shown; None: of the load of experts those of all ranks, of anything else the lowest's."""
 
     @classmethod
-    def parse(cls, parameters: Sequence[tuple[str, str]]) -> HistoryRequest:
-        """Return the request that the parameters of a URL are. ConfigError says what was expected."""
+    def parse(cls, parameters: Sequence[tuple[str, str]], otherwise: str = SCALAR) -> HistoryRequest:
+        """Return the request that the parameters of a URL are. ConfigError says what was expected.
+
+        otherwise: the kind where they name none.
+        """
         given: dict[str, list[str]] = {}
         for name, text in parameters:
             if name not in PARAMETERS:
@@ -69,7 +72,7 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
         of = given.get("of", [SHOWS[0]])[0]
         if of not in SHOWS:
             raise ConfigError(f'of: expected one of {", ".join(SHOWS)}, got "{of[:40]}"')
-        kind = given.get("kind", [SCALAR])[0]
+        kind = given.get("kind", [otherwise])[0]
         wanted = Wanted(
             kind=kind,
             statistic=given.get("statistic", [{SCALAR: VALUE, STEPS: SECONDS}.get(kind, TENSOR_STATISTIC)])[0],
@@ -117,7 +120,10 @@ class HistoryQueries:
         return {**_about(request, picture), "series": found}
 
     def heatmap(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
-        """Return a row a series and a column a bucket: `values` (float32) and `states` (uint8), row by row, in base64."""
+        """Return a row a series and a column a bucket: `values` (float32) and `states` (uint8), row by row, in base64.
+
+        Of a history without a tensor there are neither rows nor columns where the request leaves the kind to it.
+        """
         picture = self._picture(run_dir, request, MOST_ROWS, MOST_CELLS)
         values = _shown(picture, request.of)
         states = np.where(np.isfinite(values), VALUE_THERE, UNDEFINED)
@@ -197,7 +203,7 @@ class HistoryQueries:
 def _about(request: HistoryRequest, picture: Picture) -> dict[str, Any]:
     return {
         "run": request.run,
-        "kind": request.wanted.kind,
+        "kind": picture.kind,
         "statistic": request.wanted.statistic,
         "first_step": picture.first_step,
         "last_step": picture.last_step,

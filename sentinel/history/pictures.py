@@ -19,14 +19,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sentinel.aggregate import matches, nearest_names
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, StoreError, TookTooLong
 from sentinel.exports.series import SCALAR, VALUE
 from sentinel.history.config import FOLDER
 from sentinel.history.manifest import Manifest, read_manifest
 from sentinel.history.questions import asking
 from sentinel.history.sql_views import Span
 from sentinel.history.table_schemas import STATISTICS, WIDTHS
-from sentinel.history.wanted import ELAPSED, SECONDS, STEPS, Wanted
+from sentinel.history.wanted import ANY_TENSORS, ELAPSED, SECONDS, STEPS, TENSOR_KINDS, Wanted
 from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ OF_BUCKETS: Mapping[str, tuple[str, str, str, str]] = {
 ones the least and the greatest are bounds: no step is outside of them, and `rms` and `norm` are at most sqrt(2) above
 the greatest step."""
 
+_CELLS = ("at", "col", "least", "greatest", "mean", "last", "nans", "infs", "steps")
+"""Columns of what is placed into a picture."""
+
 
 class PictureRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a row shows: one series, or `num` neighbours of which it names the first."""
@@ -84,6 +87,8 @@ class PictureRow(msgspec.Struct, frozen=True, kw_only=True):
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Columns of `width` steps from `first_step` on. Arrays are [rows, columns]; NaN: no step there has a finite value."""
 
+    kind: str
+    """What was wanted; of `ANY_TENSORS` what it came to, empty where the history has no tensor."""
     rows: tuple[PictureRow, ...]
     first_step: int
     last_step: int
@@ -144,6 +149,10 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
     # Columns may begin before the first step that is wanted, by less than the widest bucket.
     span = first // WIDTHS[-1] * WIDTHS[-1], max(first, last)
     with asked_in_time({run: run_dir}, span, as_parts=True) as connection:
+        if wanted.kind == ANY_TENSORS:
+            wanted = msgspec.structs.replace(wanted, kind=_first_kind(connection))
+            if not wanted.kind:
+                return _placed("", (), 0, first, last, 1, dict.fromkeys(_CELLS, np.empty(0)))
         series = _series(connection, wanted)
         group = -(-len(series) // wanted.rows)
         rows = tuple(_row(series[at : at + group]) for at in range(0, len(series), group))
@@ -154,15 +163,15 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
         about = {"series": numbers, "row": [at // group for at in range(len(series))], "size": [one[-1] for one in series]}
         connection.register("wanted", pa.table(about))
         cells = connection.execute(_select(wanted, numbers, table, first, last, width)).fetchnumpy()
-    return _placed(rows, num_columns, first, last, width, cells)
+    return _placed(wanted.kind, rows, num_columns, first, last, width, cells)
 
 
 @contextlib.contextmanager
 def asked_in_time(
     runs: Mapping[str, Path], span: Span | None = None, *, as_parts: bool = False
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection that takes one core, and is interrupted when its time is over. ConfigError where it is, or where
-    the history cannot be asked. The rest is as of `asking`."""
+    """Yield a connection that takes one core, and is interrupted when its time is over: TookTooLong. StoreError where
+    the files of the history cannot be read. The rest is as of `asking`."""
     with asking(runs, num_threads=1, span=span, as_parts=as_parts) as connection:
         import duckdb
 
@@ -172,11 +181,20 @@ def asked_in_time(
         try:
             yield connection
         except duckdb.InterruptException as error:
-            raise ConfigError(f"the answer took more than {ANSWER_S:g} s; ask for fewer tensors, or fewer steps") from error
+            raise TookTooLong(
+                f"no answer within {ANSWER_S:g} s; ask for fewer steps or fewer tensors, or with sentinel sql, which has no "
+                "such limit"
+            ) from error
         except duckdb.Error as error:
-            raise ConfigError(f"run {', '.join(runs)}: the history cannot be asked: {error}") from error
+            raise StoreError(f"run {', '.join(runs)}: its history cannot be read: {error}") from error
         finally:
             bell.cancel()
+
+
+def _first_kind(connection: duckdb.DuckDBPyConnection) -> str:
+    """Return the kind of tensors that is shown where nobody names one; empty: there is no tensor."""
+    known = [kind for (kind,) in connection.execute("SELECT DISTINCT kind FROM series ORDER BY kind").fetchall()]
+    return next((kind for kind in (*TENSOR_KINDS, *known) if kind in known and kind != SCALAR), "")
 
 
 def _series(connection: duckdb.DuckDBPyConnection, wanted: Wanted) -> list[tuple[Any, ...]]:
@@ -266,11 +284,11 @@ def _step_times(connection: duckdb.DuckDBPyConnection, statistic: str, first: in
         f"WHERE step BETWEEN {first} AND {last} GROUP BY 2"
     ).fetchnumpy()
     row = PictureRow(series=0, name=statistic, place="", pp_stage=-1, depth=-1)
-    return _placed((row,), max(0, last - first + width) // width, first, last, width, cells)
+    return _placed(STEPS, (row,), max(0, last - first + width) // width, first, last, width, cells)
 
 
 def _placed(
-    rows: tuple[PictureRow, ...], num_columns: int, first: int, last: int, width: int, cells: Mapping[str, Any]
+    kind: str, rows: tuple[PictureRow, ...], num_columns: int, first: int, last: int, width: int, cells: Mapping[str, Any]
 ) -> Picture:
     at = cells["at"].astype(np.int64) * num_columns + cells["col"].astype(np.int64)
 
@@ -285,6 +303,7 @@ def _placed(
         return made.reshape(len(rows), num_columns)
 
     return Picture(
-        rows=rows, first_step=first, last_step=last, width=width, least=numbers("least"), greatest=numbers("greatest"),
-        mean=numbers("mean"), last=numbers("last"), nans=counts("nans"), infs=counts("infs"), steps=counts("steps"),
+        kind=kind, rows=rows, first_step=first, last_step=last, width=width, steps=counts("steps"),
+        least=numbers("least"), greatest=numbers("greatest"), mean=numbers("mean"), last=numbers("last"),
+        nans=counts("nans"), infs=counts("infs"),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sentinel.errors import ConfigError, StoreError
+from sentinel.errors import ConfigError, NotThere, PackageMissing
 from sentinel.history.config import FOLDER
 from sentinel.history.remote_run import RemoteRun, RunPlace, manifest_of
 from sentinel.history.sql_views import Span, quoted, views_of
@@ -25,15 +25,16 @@ def asking(
     """Yield a connection that answers questions about some runs: name -> where it lies.
 
     It reads the files that their manifests name, and no other; it reaches no network by itself and writes nothing. What lies
-    in a store it is handed. ConfigError where DuckDB is not installed, StoreError for a run without a history, or one whose
-    store gives no answer: FileVanished where it would with the manifest read again (`once_more_if_vanished`). num_threads:
-    that compute an answer; 0: as many as there are cores. span: first and last step that will be asked for; None: all. A
-    bucket that reaches into it is whole. as_parts: buckets are shown as the rows that they are made of (`views_of`).
+    in a store it is handed. PackageMissing where DuckDB is not installed, NotThere for a run without a history, StoreError
+    where its store gives no answer: FileVanished where it would with the manifest read again (`once_more_if_vanished`).
+    num_threads: that compute an answer; 0: as many as there are cores. span: first and last step that will be asked for;
+    None: all. A bucket that reaches into it is whole. as_parts: buckets are shown as the rows that they are made of
+    (`views_of`).
     """
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError(f"questions in SQL need the package duckdb ({error}); pip install duckdb") from error
+        raise PackageMissing(f"questions in SQL need the package duckdb ({error}); pip install duckdb") from error
     config: dict[str, Any] = {"autoinstall_known_extensions": "false", "TimeZone": "UTC"}
     connection = duckdb.connect(":memory:", config=config | ({"threads": num_threads} if num_threads else {}))
     remote = _remote_files() if any(isinstance(one, RemoteRun) for one in runs.values()) else None
@@ -75,7 +76,7 @@ def _prepare(
         else:
             folder = str((place / FOLDER).absolute())
             if not manifest.files and not (place / FOLDER).is_dir():
-                raise StoreError(
+                raise NotThere(
                     f"{place}: expected a run with a history in {folder}, there is none; the daemon writes it where its "
                     "configuration says history.enabled; sentinel export reads the spool"
                 )

@@ -12,7 +12,8 @@ import pytest
 from sentinel.daemon import history_api
 from sentinel.daemon.history_api import HAS_INF, HAS_NAN, NOTHING, VALUE_THERE, HistoryQueries, HistoryRequest
 from sentinel.daemon.series_api import Busy
-from sentinel.errors import StoreError
+from sentinel.errors import NotThere
+from sentinel.history.wanted import ANY_TENSORS
 
 from ..history.test_writer import writing
 from ..support.merged_steps import FlatLayout, merged_step
@@ -56,6 +57,16 @@ def test_a_heat_map_has_a_value_and_a_state_in_each_cell(run_dir: Path) -> None:
     assert np.isfinite(values[states == VALUE_THERE]).all() and np.isnan(values[states == NOTHING]).all()
 
 
+def test_who_names_no_kind_is_shown_the_first_that_there_is(run_dir: Path, tmp_path: Path) -> None:
+    told = HistoryQueries().heatmap(run_dir, HistoryRequest.parse([("run", "run")], ANY_TENSORS))
+    assert (told["kind"], len(told["rows"])) == ("wgrad", 2)
+
+    with writing(tmp_path / "empty") as one:
+        one.take(merged_step(FlatLayout(0), 1, step=1, loss=2.0))
+    told = HistoryQueries().heatmap(tmp_path / "empty", HistoryRequest.parse([("run", "empty")], ANY_TENSORS))
+    assert (told["kind"], told["rows"], told["num_columns"], told["values"]) == ("", [], 0, "")
+
+
 def test_a_heat_map_of_values_shows_infinities_apart(run_dir: Path) -> None:
     told = HistoryQueries().heatmap(run_dir, asked(kind="scalar", name="loss"))
 
@@ -88,5 +99,5 @@ def test_one_question_is_answered_at_a_time(run_dir: Path, monkeypatch: pytest.M
 
 def test_a_run_without_a_history_is_said_with_what_to_do(tmp_path: Path) -> None:
     for question in (HistoryQueries().held, HistoryQueries().series, HistoryQueries().heatmap):
-        with pytest.raises(StoreError, match=r"history\.enabled"):
+        with pytest.raises(NotThere, match=r"history\.enabled"):
             question(tmp_path, asked(kind="wgrad"))
