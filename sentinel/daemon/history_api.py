@@ -21,6 +21,7 @@ from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
     from sentinel.history.pictures import Picture
+    from sentinel.history.question_cache import QuestionCache
     from sentinel.history.vector_pictures import VectorPicture
 
 MOST_CELLS = 400_000
@@ -93,13 +94,15 @@ class HistoryQueries:
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
+        self._cache: QuestionCache | None = None
+        """From the first question on: what reads histories is loaded then."""
 
     def held(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
         """Return what the history of a run holds."""
         from sentinel.history.pictures import held
 
-        with self._turn():
-            return held(request.run, run_dir, request.find)
+        with self._turn() as cache:
+            return held(request.run, run_dir, request.find, cache=cache)
 
     def series(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
         """Return columns of single series; what nothing was measured of is left out."""
@@ -187,15 +190,19 @@ class HistoryQueries:
         from sentinel.history.pictures import picture_of
 
         wanted = msgspec.structs.replace(request.wanted, rows=most_rows, cells=most_cells)
-        with self._turn():
-            return picture_of(request.run, run_dir, wanted)
+        with self._turn() as cache:
+            return picture_of(request.run, run_dir, wanted, cache)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[QuestionCache]:
         if not self._asking.acquire(timeout=WAIT_S):
             raise Busy("the history is being asked for another request; try again in a moment")
         try:
-            yield
+            if self._cache is None:
+                from sentinel.history.question_cache import QuestionCache
+
+                self._cache = QuestionCache()
+            yield self._cache
         finally:
             self._asking.release()
 

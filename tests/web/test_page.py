@@ -356,7 +356,7 @@ def test_a_run_without_a_history_shows_what_is_in_memory_and_says_what_to_do(bro
 def test_the_heat_map_does_not_wait_for_the_list_of_what_there_is(browser: Browser, address: str) -> None:
     with Looked(browser, address) as looked:
         waiting: list[Route] = []
-        looked.page.route("**/api/v1/history?*", waiting.append)
+        looked.page.route("**/api/v1/history?*", lambda route: waiting.append(route))
 
         page = looked.go(f"/#/runs/{GOOD}/layers", "in the order of the forward")
 
