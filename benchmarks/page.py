@@ -1,7 +1,7 @@
 """How fast the page is over large runs, and what a tab takes while a run goes on: in the Chromium of the system.
 
     python benchmarks/page.py [--ranks 2048] [--series 10000] [--incidents 500] [--clicks 60] [--minutes 60]
-    python benchmarks/page.py --long-steps 1000000 [--long-tensors 1000] [--keep DIR]
+    python benchmarks/page.py --long-steps 1000000 [--long-tensors 1000] [--only WORDS] [--keep DIR]
 
 First useful paint: from the navigation to the first paint in which a view shows what it is for, median of `--loads`. Clicks:
 from the input event to the frame that was painted behind it (`event timing`, in steps of 8 ms), of every kind of control.
@@ -95,7 +95,7 @@ def long_paints(player: Playwright, chromium: str, runs: Path, options: argparse
     print("| first useful paint of | ms, median | longest |\n|---|---|---|")
     with served(runs) as address:
         until(lambda: asked(address, "history?run=many")["last_step"] == steps - 1)
-        for name, path, wanted in LONG_VIEWS:
+        for name, path, wanted in [one for one in LONG_VIEWS if options.only in one[0]]:
             where = path.format(first=steps // 2, last=steps // 2 + 9_999)
             took = [paint_ms(browser, address, where, wanted) for _ in range(options.loads)]
             print(f"| {name} | {median(took):.0f} | {max(took):.0f} |", flush=True)
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.2)
     parser.add_argument("--long-steps", type=int, default=0, help="Measure a run whose history has so many. 0: the others.")
     parser.add_argument("--long-tensors", type=int, default=1000)
+    parser.add_argument("--only", default="", metavar="WORDS", help="Of a long history only views with these in the name.")
     parser.add_argument("--keep", type=Path, help="Where the long history is kept.")
     options = parser.parse_args()
     chromium = shutil.which("chromium")

@@ -29,6 +29,18 @@ class StoreError(SentinelError):
     """A journal or run directory that cannot be used safely."""
 
 
+class NotThere(StoreError):
+    """Something that was asked for and is not kept: the history of a run that has none, an incident that a run lacks."""
+
+
+class PackageMissing(ConfigError):
+    """A question that a package answers which is not installed; names the package."""
+
+
+class TookTooLong(SentinelError):
+    """A question that was given up when its time was over; asked for less, it can be answered."""
+
+
 class LogError(SentinelError):
     """A plain log that cannot be read; names file and line, what was expected and what came."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel.bounds import MAX_STEP
+from sentinel.bounds import MAX_RANKS, MAX_STEP
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run
 from sentinel.cli.progress import RunProgress, progress_of
@@ -26,6 +26,7 @@ from sentinel.control.edits import PERSON_LATENCY_S
 from sentinel.control.policy import first_step
 from sentinel.errors import ConfigError
 from sentinel.monitor_config import MEASURED_LABELS
+from sentinel.rank_list import ranks_in
 from sentinel.record import KIND_LABELS
 
 _KINDS = click.option("--kinds", metavar="KIND,...", help=f"What is meant, among {', '.join(KIND_LABELS)}.")
@@ -115,7 +116,9 @@ def disable(run: str | None, kinds: str | None, targets: str | None, at_step: st
               help="Dump every so many of them.")  # fmt: skip
 @click.option("--first", "first_n", type=click.IntRange(0), default=0, show_default=True, metavar="N",
               help="Only the first N elements of each dimension of what a rank holds; 0: all.")  # fmt: skip
-@click.option("--ranks", metavar="R,...", help="Ranks that are meant. Default: all; shards of others are then missing.")
+@click.option(
+    "--ranks", metavar="R,...", help="Ranks that are meant, `0,8-15`. Default: all; shards of others are then missing."
+)
 @_JSON
 def dump(
     run: str | None,
@@ -207,12 +210,8 @@ def parse_measured(text: str) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str | None) -> tuple[int, ...]:
-    """Return the ranks of a comma-separated list; ConfigError names a word that is no rank."""
-    words = split(text)
-    for word in words:
-        if not word.isdecimal():
-            raise ConfigError(f'--ranks: expected numbers of at least 0, got "{word}"')
-    return tuple(sorted({int(word) for word in words}))
+    """Return the ranks that `--ranks` names, in order; none where nobody gave it. ConfigError as of `ranks_in`."""
+    return ranks_in(text or "", "--ranks", MAX_RANKS)
 
 
 def parse_step(run_dir: Path, text: str, progress: RunProgress) -> int:

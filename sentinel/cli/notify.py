@@ -82,7 +82,6 @@ def preview(incident: str, directory: str | None, config: str | None, names: tup
     from sentinel.cli.explain import run_with_incident
     from sentinel.daemon.config import load_config, placed
     from sentinel.daemon.recorded_alert import recorded_alert, recorded_orders
-    from sentinel.report.links import MessageLinks
     from sentinel.report.message_writer import MessageWriter
     from sentinel.report.preview import Preview, Sending, plain_text
     from sentinel.report.sinks.sink_table import SINKS, build_sink
@@ -92,10 +91,7 @@ def preview(incident: str, directory: str | None, config: str | None, names: tup
     run_dir, now = run_with_incident(incident, directory), time.time()
     alert = recorded_alert(run_dir, incident, now)
     orders = recorded_orders(run_dir, alert)
-    links = MessageLinks(
-        external_url=settings.external_url, runbook_url=settings.runbook_url, dashboard_url=settings.dashboard_url
-    )
-    text = plain_text(MessageWriter(links, lambda one: orders).write(alert))
+    text = plain_text(MessageWriter(settings.links, lambda one: orders).write(alert))
     if not chosen:
         click.echo(json.dumps({"sink": None, "text": text}) if as_json else text)
     is_clean = True

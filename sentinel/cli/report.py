@@ -58,10 +58,7 @@ def report(run: str | None, incident: str | None, out: str | None, config: str |
     if config is not None:
         from sentinel.daemon.config import load_config
 
-        notify = load_config(Path(config)).notify
-        links = MessageLinks(
-            external_url=notify.external_url, runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url
-        )
+        links = load_config(Path(config)).notify.links
     body = report_bytes(run_dir, incident, form, links)
     if target is None:
         click.echo(body.decode(), nl=False)

@@ -54,7 +54,7 @@ _HINT = "does the trainer's config name TraceTensors in allow_commands?"
 @click.option("--for-steps", type=click.IntRange(1), default=100, show_default=True, metavar="N", help="Steps it stands.")
 @click.option("--step-interval", type=click.IntRange(1), default=1, show_default=True, metavar="N",
               help="Trace every so many of them.")  # fmt: skip
-@click.option("--ranks", metavar="R,...", help="Ranks that are meant. Default: all.")
+@click.option("--ranks", metavar="R,...", help="Ranks that are meant, `0,8-15`. Default: all.")
 @click.option("--show", "is_shown", is_flag=True, help="Order nothing: print what lies there, the oldest step first.")
 @click.option("--follow", is_flag=True, help="Print each step as it comes, until the order is over or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: the command; with --show or --follow one a tensor.")

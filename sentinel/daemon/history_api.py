@@ -21,6 +21,7 @@ from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
     from sentinel.history.pictures import Picture
+    from sentinel.history.question_cache import QuestionCache
     from sentinel.history.vector_pictures import VectorPicture
 
 MOST_CELLS = 400_000
@@ -54,8 +55,11 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whose vectors are shown; None: of the load of experts those of all ranks, of anything else the lowest's."""
 
     @classmethod
-    def parse(cls, parameters: Sequence[tuple[str, str]]) -> HistoryRequest:
-        """Return the request that the parameters of a URL are. ConfigError says what was expected."""
+    def parse(cls, parameters: Sequence[tuple[str, str]], otherwise: str = SCALAR) -> HistoryRequest:
+        """Return the request that the parameters of a URL are. ConfigError says what was expected.
+
+        otherwise: the kind where they name none.
+        """
         given: dict[str, list[str]] = {}
         for name, text in parameters:
             if name not in PARAMETERS:
@@ -69,7 +73,7 @@ class HistoryRequest(msgspec.Struct, frozen=True, kw_only=True):
         of = given.get("of", [SHOWS[0]])[0]
         if of not in SHOWS:
             raise ConfigError(f'of: expected one of {", ".join(SHOWS)}, got "{of[:40]}"')
-        kind = given.get("kind", [SCALAR])[0]
+        kind = given.get("kind", [otherwise])[0]
         wanted = Wanted(
             kind=kind,
             statistic=given.get("statistic", [{SCALAR: VALUE, STEPS: SECONDS}.get(kind, TENSOR_STATISTIC)])[0],
@@ -90,13 +94,15 @@ class HistoryQueries:
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
+        self._cache: QuestionCache | None = None
+        """From the first question on: what reads histories is loaded then."""
 
     def held(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
         """Return what the history of a run holds."""
         from sentinel.history.pictures import held
 
-        with self._turn():
-            return held(request.run, run_dir, request.find)
+        with self._turn() as cache:
+            return held(request.run, run_dir, request.find, cache=cache)
 
     def series(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
         """Return columns of single series; what nothing was measured of is left out."""
@@ -117,7 +123,10 @@ class HistoryQueries:
         return {**_about(request, picture), "series": found}
 
     def heatmap(self, run_dir: Path, request: HistoryRequest) -> dict[str, Any]:
-        """Return a row a series and a column a bucket: `values` (float32) and `states` (uint8), row by row, in base64."""
+        """Return a row a series and a column a bucket: `values` (float32) and `states` (uint8), row by row, in base64.
+
+        Of a history without a tensor there are neither rows nor columns where the request leaves the kind to it.
+        """
         picture = self._picture(run_dir, request, MOST_ROWS, MOST_CELLS)
         values = _shown(picture, request.of)
         states = np.where(np.isfinite(values), VALUE_THERE, UNDEFINED)
@@ -181,15 +190,19 @@ class HistoryQueries:
         from sentinel.history.pictures import picture_of
 
         wanted = msgspec.structs.replace(request.wanted, rows=most_rows, cells=most_cells)
-        with self._turn():
-            return picture_of(request.run, run_dir, wanted)
+        with self._turn() as cache:
+            return picture_of(request.run, run_dir, wanted, cache)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[QuestionCache]:
         if not self._asking.acquire(timeout=WAIT_S):
             raise Busy("the history is being asked for another request; try again in a moment")
         try:
-            yield
+            if self._cache is None:
+                from sentinel.history.question_cache import QuestionCache
+
+                self._cache = QuestionCache()
+            yield self._cache
         finally:
             self._asking.release()
 
@@ -197,7 +210,7 @@ class HistoryQueries:
 def _about(request: HistoryRequest, picture: Picture) -> dict[str, Any]:
     return {
         "run": request.run,
-        "kind": request.wanted.kind,
+        "kind": picture.kind,
         "statistic": request.wanted.statistic,
         "first_step": picture.first_step,
         "last_step": picture.last_step,

@@ -14,7 +14,7 @@ import msgspec
 from sentinel.anomaly import Anomaly
 from sentinel.daemon.kept_steps import KeptSteps, LookedUpStep
 from sentinel.daemon.series_api import Busy, whole_number
-from sentinel.errors import MALFORMED, ConfigError
+from sentinel.errors import MALFORMED, ConfigError, NotThere
 from sentinel.explain.cascade import cascade_of
 from sentinel.explain.drawing import rank_words, way
 from sentinel.explain.pass_order import MicroPass, RankOrder, places_of, words_of
@@ -97,7 +97,7 @@ class PipelineQueries:
     def answer(self, run: PipelineSource, request: PipelineRequest, newest: int | None) -> dict[str, Any]:
         """Return the step, and what was found in it. newest: the step that was judged last; None: none was.
 
-        ConfigError for an incident that the run does not have; Busy while another step is looked up.
+        NotThere for an incident that the run does not have; Busy while another step is looked up.
         """
         revisions = _revisions(run, request.incident)
         opened = revisions[-1].opened_step if revisions else newest
@@ -141,7 +141,7 @@ def _revisions(run: PipelineSource, incident: str) -> list[Incident]:
         return []
     bodies = run.journal.found.incident_revisions(incident)
     if not bodies:
-        raise ConfigError(
+        raise NotThere(
             f'incident "{incident[:80]}": expected one of run "{run.name}", got none; what is older than the retention is '
             "deleted"
         )

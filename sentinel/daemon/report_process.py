@@ -14,9 +14,12 @@ import threading
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from sentinel.daemon.series_api import Busy
-from sentinel.errors import ConfigError, StoreError
+from sentinel.errors import NotThere, StoreError, TookTooLong
 from sentinel.printable import printable
+from sentinel.report.links import NO_LINKS, MessageLinks
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 
@@ -60,40 +63,48 @@ class ReportQueries:
     def __init__(self) -> None:
         self._asking = threading.Lock()
 
-    def report(self, run: ReportSource, incident: str | None) -> ReportFile:
+    def report(self, run: ReportSource, incident: str | None, links: MessageLinks = NO_LINKS) -> ReportFile:
         """Return the post-mortem of a run, or of one of its incidents, as it stands now. It takes seconds.
 
-        ConfigError for an incident that the run does not have; StoreError where it cannot be written within `LIMIT_S`; Busy
-        while another is written.
+        links: the addresses that it leads to, as messages do.
+
+        NotThere for an incident that the run does not have; TookTooLong where it is not written within `LIMIT_S`; StoreError
+        where it cannot be; Busy while another is written.
         """
         if incident is not None and not run.journal.found.incident_revisions(incident):
-            raise ConfigError(
+            raise NotThere(
                 f'incident "{incident[:80]}": expected one of run "{run.name}", got none; what is older than the '
                 "retention is deleted"
             )
         if not self._asking.acquire(timeout=WAIT_S):
             raise Busy("another post-mortem is being written; try again in a moment")
         try:
-            body = _written(run.paths.run_dir, incident)
+            body = _written(run.paths.run_dir, incident, links)
         finally:
             self._asking.release()
         words = [re.sub(r"[^A-Za-z0-9._+-]+", "_", one)[:80] for one in (run.name, *([incident] if incident else []))]
         return ReportFile("-".join(["postmortem", *words]) + ".html", body)
 
 
-def _written(run_dir: Path, incident: str | None) -> bytes:
+def _written(run_dir: Path, incident: str | None, links: MessageLinks) -> bytes:
     by_hand = "sentinel report has no such limits"
     with tempfile.TemporaryDirectory(prefix="sentinel-report-") as folder:
         target = Path(folder) / "report.html"
+        # The addresses in force, which the file of the daemon's configuration need not have any more.
+        config = Path(folder) / "links.json"
+        config.write_bytes(msgspec.json.encode({"notify": links}))
         # What follows `--` is no option, whatever it is called.
-        arguments = ["report", "-o", str(target), "--", str(run_dir.absolute()), *([incident] if incident else [])]
+        about = [str(run_dir.absolute()), *([incident] if incident else [])]
+        arguments = ["report", "-o", str(target), "--config", str(config), "--", *about]
         try:
             done = subprocess.run(
                 [sys.executable, "-c", _CODE, json.dumps([sys.path, arguments, LIMIT_S])],
                 stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise StoreError(f"no post-mortem within {LIMIT_S:g} s: the run is large, or its disk slow; {by_hand}") from None
+            raise TookTooLong(
+                f"no post-mortem within {LIMIT_S:g} s: the run is large, or its disk slow; {by_hand}"
+            ) from None
         if not target.is_file():
             said = [line for line in done.stderr[-4000:].decode("utf-8", "replace").splitlines() if line.strip()]
             why = f": {printable(said[-1])[:500]}" if said else ""

@@ -62,7 +62,7 @@ class ServedQuestions:
     def report(self, run: str, incident: str | None) -> ReportFile:
         """Return the post-mortem of a run, or of one of its incidents."""
         [one] = chosen(self._health.runs, run)
-        return self._reports.report(one, incident)
+        return self._reports.report(one, incident, self._config.config.notify.links)
 
     def divergence(self, runs: Sequence[str], statistic: str) -> dict[str, Any]:
         """Return where two runs diverge, out of their histories."""

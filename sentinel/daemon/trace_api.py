@@ -14,10 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sentinel.rank_list import ranks_in
 from sentinel.trace import TracedStep, TracePath, TraceRings, read_traces
 
 MAX_STEPS = 200
 """Most files in one answer."""
+MOST_SHOWN = 200
+"""Most ranks whose traces are shown at a time: one answer has a step of each."""
 MOST_RUNS = 8
 """Runs whose lists of traces are remembered; of 2,048 ranks with 100 steps each one takes some 10 MB."""
 MAX_BYTES = 8 << 20
@@ -35,8 +38,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     run: str
     attempt: int | None = None
     """None: the newest that traced anything."""
-    rank: int | None = None
-    """None: all."""
+    ranks: tuple[int, ...] | None = None
+    """Rising; None: the first `MOST_SHOWN` that trace."""
     after: int | None = None
     """Steps behind this one, the oldest first; None: the newest step of each rank."""
     shown: dict[int, int] = {}
@@ -46,12 +49,19 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def parse(cls, query: Sequence[tuple[str, str]]) -> TraceRequest:
-        """Return the request of a query; ValueError for what it does not know, or gives twice."""
+        """Return the request of a query; ValueError for what it does not know, or gives twice.
+
+        `rank` is one or several, `0,8-15`: ConfigError where these are none, or too many.
+        """
         given = dict(query)
         if len(given) != len(query):
             raise ValueError("each parameter may be given once")
         plain: dict[str, Any] = dict(given)
-        for name in ("attempt", "rank", "after"):
+        if "ranks" in plain:
+            raise ValueError('unknown parameter "ranks"; did you mean "rank"?')
+        if "rank" in plain:
+            plain["ranks"] = ranks_in(plain.pop("rank"), "rank", MOST_SHOWN)
+        for name in ("attempt", "after"):
             if name in plain:
                 text = plain[name]
                 digits = text.removeprefix("-") if name == "after" else text
@@ -69,16 +79,20 @@ class TraceQueries:
         self._listing = threading.Lock()
 
     def traced(self, run_dir: Path, request: TraceRequest) -> dict[str, Any]:
-        """Return {"attempt", "ranks", "steps": [...], "problems": [...], "has_more", "hint"} of a run.
+        """Return {"attempt", "ranks", "num_ranks_not_shown", "steps": [...], "problems": [...], "has_more", "hint"}.
 
-        A step is {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
+        ranks: all that trace; of `num_ranks_not_shown` of them nothing is in the answer, whatever they traced. A step is
+        {"step", "rank", "time", "num_dropped", "left_out", "tensors": [...]}; a tensor has the fields of
         `trace.TracedTensor`, its `key`, and `pictures`: word -> {"shape", "dtype": F32, I32 or I64, "data": base64 of
         little-endian numbers}. The word of the picture itself is empty. hint: what to do where a run has traced nothing; it
         has no attempt then.
         """
-        attempt, ranks, chosen = self._chosen(run_dir, request)
+        attempt, ranks, num_shown, chosen = self._chosen(run_dir, request)
         if attempt is None:
-            return {"attempt": None, "ranks": [], "steps": [], "problems": [], "has_more": False, "hint": NOTHING_TRACED}
+            return {
+                "attempt": None, "ranks": [], "num_ranks_not_shown": 0, "steps": [], "problems": [], "has_more": False,
+                "hint": NOTHING_TRACED,
+            }  # fmt: skip
         problems: list[str] = []
         steps: list[dict[str, Any]] = []
         num_bytes = 0
@@ -91,11 +105,13 @@ class TraceQueries:
             num_bytes += sum(len(picture["data"]) for one in shown["tensors"] for picture in one["pictures"].values())
             steps.append(shown)
         return {
-            "attempt": attempt, "ranks": ranks, "steps": steps, "problems": problems[:20], "has_more": has_more, "hint": "",
+            "attempt": attempt, "ranks": ranks, "num_ranks_not_shown": len(ranks) - num_shown, "steps": steps,
+            "problems": problems[:20], "has_more": has_more, "hint": "",
         }  # fmt: skip
 
-    def _chosen(self, run_dir: Path, request: TraceRequest) -> tuple[int | None, list[int], Iterator[TracePath]]:
-        """Return (attempt, the ranks that traced in it, what is asked for in the order of step and rank)."""
+    def _chosen(self, run_dir: Path, request: TraceRequest) -> tuple[int | None, list[int], int, Iterator[TracePath]]:
+        """Return (attempt, the ranks that traced in it, how many of them are shown, and what is asked for of these in the
+        order of step and rank)."""
         with self._listing:
             rings = self._rings.pop(run_dir, None) or TraceRings(run_dir)
             self._rings[run_dir] = rings
@@ -104,16 +120,17 @@ class TraceQueries:
             newest = rings.newest_attempt()
             attempt = newest if newest is None or request.attempt is None else request.attempt
             if attempt is None:
-                return None, [], iter(())
+                return None, [], 0, iter(())
             ranks = rings.ranks(attempt)
-            wanted = [rank for rank in ranks if request.rank in (None, rank)]
+            asked = None if request.ranks is None else frozenset(request.ranks)
+            wanted = [rank for rank in ranks if asked is None or rank in asked][:MOST_SHOWN]
             steps = {rank: found for rank in wanted if (found := rings.steps(attempt, rank))}
         if request.after is None:
-            return attempt, list(ranks), (rings.path(attempt, rank, found[-1]) for rank, found in steps.items())
+            return attempt, list(ranks), len(wanted), (rings.path(attempt, rank, found[-1]) for rank, found in steps.items())
         behind = {rank: bisect_right(found, request.shown.get(rank, request.after)) for rank, found in steps.items()}
         # Few of them are shown: the others are not put in order.
         merged = heapq.merge(*(zip(found[behind[rank] :], itertools.repeat(rank)) for rank, found in steps.items()))
-        return attempt, list(ranks), (rings.path(attempt, rank, step) for step, rank in merged)
+        return attempt, list(ranks), len(wanted), (rings.path(attempt, rank, step) for step, rank in merged)
 
 
 def numbers_of(picture: Mapping[str, Any]) -> np.ndarray:

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sentinel.daemon.trace_api import MOST_SHOWN
 from sentinel.errors import ConfigError
 from sentinel.known_words import nearest
+from sentinel.rank_list import ranks_in
 from sentinel.trace import Compressor, check_compressor
 
 _QKV = r"qkv|qkv_proj|query_key_value|linear_qkv|c_attn|in_proj|q_proj|k_proj|v_proj|wq|wk|wv|query|key|value"
@@ -66,6 +68,8 @@ class Asked(NamedTuple):
     targets: tuple[str, ...]
     tokens: bool
     compressor: Compressor
+    ranks: tuple[int, ...] | None
+    """Whose traces; None: the first `MOST_SHOWN` that trace."""
 
 
 def asked_of(message: Mapping[str, Any]) -> Asked:
@@ -89,8 +93,15 @@ def asked_of(message: Mapping[str, Any]) -> Asked:
     # Tokens alone: a kind is asked for at no module.
     return Asked(
         tuple(dict.fromkeys(chosen)), tuple(kinds) or ("activation",), targets or ("re:-",),
-        any(one.kind == "tokens" for one in meanings), compressor,
+        any(one.kind == "tokens" for one in meanings), compressor, _ranks_of(message.get("ranks")),
     )  # fmt: skip
+
+
+def _ranks_of(given: Any) -> tuple[int, ...] | None:
+    if given is None or given == "":
+        return None
+    text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
+    return ranks_in(text[:10_000], "ranks", MOST_SHOWN)
 
 
 def _is_on(value: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from sentinel.detect.dotted import allow_code, is_code_allowed
-from sentinel.errors import RuleError, SentinelError, StoreError
+from sentinel.errors import RuleError, SentinelError, StoreError, TookTooLong
 from sentinel.exception_words import described
 from sentinel.judge.what_if import Question, WhatIf, what_if
 from sentinel.printable import printable
@@ -48,7 +48,7 @@ def ask_apart(question: Question) -> WhatIf:
     """Return the answer of another process, in which rules may name the detectors that they may name here.
 
     RuleError for a change that no pack may have; StoreError where the run cannot be read, or the process ended before its
-    answer.
+    answer; TookTooLong where it was ended.
     """
     argument = json.dumps([sys.path, is_code_allowed(), LIMIT_S, MOST_BYTES])
     with tempfile.TemporaryFile() as talk:
@@ -58,7 +58,7 @@ def ask_apart(question: Question) -> WhatIf:
         try:
             body, _ = child.communicate(msgspec.json.encode(question), timeout=LIMIT_S + SPARE_S)
         except subprocess.TimeoutExpired:
-            raise StoreError(f"no answer within {LIMIT_S + SPARE_S:g} s: the disk of the run is slow; {_BY_HAND}") from None
+            raise TookTooLong(f"no answer within {LIMIT_S + SPARE_S:g} s: the disk of the run is slow; {_BY_HAND}") from None
         finally:
             if child.poll() is None:
                 child.kill()

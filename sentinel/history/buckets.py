@@ -33,7 +33,7 @@ def buckets_of(rows: Columns, width: int) -> Columns:
 def merged(parts: Columns, width: int) -> Columns:
     """Return buckets of buckets that are at most as wide, sorted by series, attempt and step. width: steps of a bucket."""
     begins = parts["step"] // width * width
-    starts = _starts(parts["series"], parts["attempt"], begins)
+    starts = starts_of(parts["series"], parts["attempt"], begins)
     ends = np.append(starts[1:], len(begins))[: len(starts)] - 1
 
     def total(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -56,7 +56,7 @@ def merged(parts: Columns, width: int) -> Columns:
     return found
 
 
-def _starts(*keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def starts_of(*keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return where rows begin whose keys differ from those before."""
     if not len(keys[0]):
         return np.empty(0, np.int64)

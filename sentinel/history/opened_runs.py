@@ -16,6 +16,7 @@ from sentinel.history.config import FOLDER
 from sentinel.history.histogram_question import HistogramQuestion
 from sentinel.history.manifest import MANIFEST
 from sentinel.history.plots import plot_anomalies, plot_histogram, plot_incidents, plot_series
+from sentinel.history.question_cache import QuestionCache
 from sentinel.history.questions import answered, asking
 from sentinel.history.remote_run import RemoteRun, RunPlace, manifest_of, once_more_if_vanished
 from sentinel.history.series_question import BOUNDS, MOST_STEPS, SeriesQuestion
@@ -48,6 +49,7 @@ class OpenedRuns:
         """runs: name -> directory, or what a URL leads to."""
         self.places = dict(runs)
         """Name of each run -> where it lies."""
+        self._cache = QuestionCache()
 
     def series(
         self,
@@ -79,7 +81,7 @@ class OpenedRuns:
             attempts = {run: manifest_of(place).attempts for run, place in self.places.items()}
             return series_question.answer(question, connection, attempts)
 
-        rows = self._asked(answer, question.span)
+        rows = self._asked(answer, question.span, self._cache)
         return AnswerTable(rows, plot_series, _note(rows))
 
     def tensors(self, name: str = "*", *, kind: str | None = None) -> AnswerTable:
@@ -171,7 +173,8 @@ class OpenedRuns:
 
         ConfigError where it cannot be answered.
         """
-        return AnswerTable(self._asked(lambda connection: answered(connection, query)))
+        # What a query of anybody's leaves in a connection, the next one must not find.
+        return AnswerTable(self._asked(lambda connection: answered(connection, query), cache=None))
 
     def __repr__(self) -> str:
         return run_summary.as_text(self.places)
@@ -179,7 +182,12 @@ class OpenedRuns:
     def _repr_html_(self) -> str:
         return run_summary.as_html(self.places)
 
-    def _asked(self, question: Callable[[duckdb.DuckDBPyConnection], Answer], span: Span | None = None) -> Answer:
+    def _asked(
+        self,
+        question: Callable[[duckdb.DuckDBPyConnection], Answer],
+        span: Span | None = None,
+        cache: QuestionCache | None = None,
+    ) -> Answer:
         for place in self.places.values():
             if not isinstance(place, RemoteRun) and not (place / FOLDER / MANIFEST).is_file():
                 raise StoreError(
@@ -189,13 +197,13 @@ class OpenedRuns:
                 )
 
         def answer() -> Answer:
-            with asking(self.places, span=span) as connection:
+            with asking(self.places, span=span, cache=cache) as connection:
                 return question(connection)
 
         return once_more_if_vanished(answer)
 
     def _listed(self, what: str, query: str, glob: str, kind: str | None) -> AnswerTable:
-        rows = self._asked(lambda connection: answered(connection, query))
+        rows = self._asked(lambda connection: answered(connection, query), cache=self._cache)
         names, kinds = rows.column("name").to_pylist(), rows.column("kind").to_pylist() if kind is not None else []
         if kind is not None and kinds and kind not in kinds:
             raise ConfigError(f'{what}: unknown kind "{kind}"{nearest(kind, sorted(set(kinds)))}')

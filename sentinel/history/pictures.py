@@ -19,14 +19,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from sentinel.aggregate import matches, nearest_names
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, StoreError, TookTooLong
 from sentinel.exports.series import SCALAR, VALUE
 from sentinel.history.config import FOLDER
 from sentinel.history.manifest import Manifest, read_manifest
+from sentinel.history.picture_cells import PictureCells
+from sentinel.history.question_cache import QuestionCache
 from sentinel.history.questions import asking
 from sentinel.history.sql_views import Span
 from sentinel.history.table_schemas import STATISTICS, WIDTHS
-from sentinel.history.wanted import ELAPSED, SECONDS, STEPS, Wanted
+from sentinel.history.wanted import ANY_TENSORS, ELAPSED, SECONDS, STEPS, TENSOR_KINDS, Wanted
 from sentinel.known_words import nearest
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ MOST_ROWS_READ = 1_000_000
 """Rows of one table that a picture reads (chosen: half a second of one core); past it columns are wider."""
 MOST_NAME = 1000
 """Characters of a name that are answered; a bound, for names come from trainers."""
+BATCH_ROWS = 250_000
+"""Rows that are put into a picture at a time: a bound on memory."""
 ANSWER_S = 10.0
 """Seconds that a picture may take; a bound on the time that one core is taken from whoever judges."""
 
@@ -84,6 +88,8 @@ class PictureRow(msgspec.Struct, frozen=True, kw_only=True):
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Columns of `width` steps from `first_step` on. Arrays are [rows, columns]; NaN: no step there has a finite value."""
 
+    kind: str
+    """What was wanted; of `ANY_TENSORS` what it came to, empty where the history has no tensor."""
     rows: tuple[PictureRow, ...]
     first_step: int
     last_step: int
@@ -100,13 +106,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the column in which the row has anything; 0: nothing was measured."""
 
 
-def held(run: str, run_dir: Path, find: str = "", limit: int = 200) -> dict[str, Any]:
+def held(run: str, run_dir: Path, find: str = "", limit: int = 200, cache: QuestionCache | None = None) -> dict[str, Any]:
     """Return what a history holds: its steps, kinds, statistics, scalars, and tensors whose name has `find` in it.
 
-    limit: most scalars and most tensors that are listed.
+    limit: most scalars and most tensors that are listed. cache: of whoever asks again.
     """
     manifest = read_manifest(run_dir / FOLDER)
-    with asked_in_time({run: run_dir}) as connection:
+    with asked_in_time({run: run_dir}, cache=cache) as connection:
         rows = connection.execute(
             "SELECT series, left(name, ?), kind, place, depth FROM series ORDER BY kind, depth, site_pos, name", [MOST_NAME]
         ).fetchall()
@@ -129,8 +135,11 @@ def held(run: str, run_dir: Path, find: str = "", limit: int = 200) -> dict[str,
     }
 
 
-def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
-    """Return a picture of a run. ConfigError, with the nearest words, where it has nothing of what is wanted."""
+def picture_of(run: str, run_dir: Path, wanted: Wanted, cache: QuestionCache | None = None) -> Picture:
+    """Return a picture of a run. ConfigError, with the nearest words, where it has nothing of what is wanted.
+
+    cache: of whoever asks again.
+    """
     known = {SCALAR: (VALUE,), STEPS: (SECONDS, ELAPSED)}.get(wanted.kind, tuple(OF_BUCKETS))
     if wanted.statistic not in known:
         near = nearest(wanted.statistic, known)
@@ -139,11 +148,15 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
     first, last = extent_of(manifest)
     first, last = max(first, wanted.first_step), min(last, wanted.last_step)
     if wanted.kind == STEPS:
-        with asked_in_time({run: run_dir}) as connection:
+        with asked_in_time({run: run_dir}, cache=cache) as connection:
             return _step_times(connection, wanted.statistic, first, last, wanted.columns)
     # Columns may begin before the first step that is wanted, by less than the widest bucket.
     span = first // WIDTHS[-1] * WIDTHS[-1], max(first, last)
-    with asked_in_time({run: run_dir}, span, as_parts=True) as connection:
+    with asked_in_time({run: run_dir}, span, as_parts=True, cache=cache) as connection:
+        if wanted.kind == ANY_TENSORS:
+            wanted = msgspec.structs.replace(wanted, kind=_first_kind(connection))
+            if not wanted.kind:
+                return _picture("", (), first, last, 1, PictureCells(0, 0, first, 1))
         series = _series(connection, wanted)
         group = -(-len(series) // wanted.rows)
         rows = tuple(_row(series[at : at + group]) for at in range(0, len(series), group))
@@ -153,17 +166,19 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted) -> Picture:
         numbers = [one[0] for one in series]
         about = {"series": numbers, "row": [at // group for at in range(len(series))], "size": [one[-1] for one in series]}
         connection.register("wanted", pa.table(about))
-        cells = connection.execute(_select(wanted, numbers, table, first, last, width)).fetchnumpy()
-    return _placed(rows, num_columns, first, last, width, cells)
+        cells = PictureCells(len(rows), num_columns, first, width)
+        cells.add(connection.sql(_select(wanted, numbers, table, first, last)).to_arrow_reader(BATCH_ROWS))
+        connection.unregister("wanted")
+    return _picture(wanted.kind, rows, first, last, width, cells)
 
 
 @contextlib.contextmanager
 def asked_in_time(
-    runs: Mapping[str, Path], span: Span | None = None, *, as_parts: bool = False
+    runs: Mapping[str, Path], span: Span | None = None, *, as_parts: bool = False, cache: QuestionCache | None = None
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection that takes one core, and is interrupted when its time is over. ConfigError where it is, or where
-    the history cannot be asked. The rest is as of `asking`."""
-    with asking(runs, num_threads=1, span=span, as_parts=as_parts) as connection:
+    """Yield a connection that takes one core, and is interrupted when its time is over: TookTooLong. StoreError where
+    the files of the history cannot be read. The rest is as of `asking`."""
+    with asking(runs, num_threads=1, span=span, as_parts=as_parts, cache=cache) as connection:
         import duckdb
 
         bell = threading.Timer(ANSWER_S, connection.interrupt)
@@ -172,11 +187,20 @@ def asked_in_time(
         try:
             yield connection
         except duckdb.InterruptException as error:
-            raise ConfigError(f"the answer took more than {ANSWER_S:g} s; ask for fewer tensors, or fewer steps") from error
+            raise TookTooLong(
+                f"no answer within {ANSWER_S:g} s; ask for fewer steps or fewer tensors, or with sentinel sql, which has no "
+                "such limit"
+            ) from error
         except duckdb.Error as error:
-            raise ConfigError(f"run {', '.join(runs)}: the history cannot be asked: {error}") from error
+            raise StoreError(f"run {', '.join(runs)}: its history cannot be read: {error}") from error
         finally:
             bell.cancel()
+
+
+def _first_kind(connection: duckdb.DuckDBPyConnection) -> str:
+    """Return the kind of tensors that is shown where nobody names one; empty: there is no tensor."""
+    known = [kind for (kind,) in connection.execute("SELECT DISTINCT kind FROM series ORDER BY kind").fetchall()]
+    return next((kind for kind in (*TENSOR_KINDS, *known) if kind in known and kind != SCALAR), "")
 
 
 def _series(connection: duckdb.DuckDBPyConnection, wanted: Wanted) -> list[tuple[Any, ...]]:
@@ -231,24 +255,22 @@ def begin_of(manifest: Manifest, width: int) -> int:
     return min((one.first_step for one in (*manifest.of(f"moments_{width}"), *young)), default=0)
 
 
-def _select(wanted: Wanted, series: Sequence[int], table: int, first: int, last: int, width: int) -> str:
+def _select(wanted: Wanted, series: Sequence[int], table: int, first: int, last: int) -> str:
     if table == 1:
         is_scalar = wanted.kind == SCALAR
         view, value = ("scalars", "value") if is_scalar else ("moments", f"m.{wanted.statistic}")
-        values, num, newest = (value,) * 4, "1", "m.step"
+        values, num, newest = (value,) * 4, "1::BIGINT", "m.step"
     else:
         view, newest = f"moments_{table}", "m.last_step"
         values = OF_BUCKETS["mean" if wanted.kind == SCALAR else wanted.statistic]
         num = "m.num_steps"
     least, greatest, mean, last_value = values
     return (
-        f"SELECT w.row AS at, (m.step - {first}) // {width} AS col, min({least}) AS least, max({greatest}) AS greatest, "
-        f"sum({mean} * {num}) / sum(CASE WHEN {mean} IS NULL THEN 0 ELSE {num} END) AS mean, "
-        f"arg_max({last_value}, {newest}) AS last, sum(m.nans) AS nans, sum(m.infs) AS infs, sum({num}) AS steps "
-        f"FROM {view} m JOIN wanted w ON m.series = w.series "
+        f"SELECT w.row AS at, m.step, {newest} AS newest, {least} AS least, {greatest} AS greatest, {mean} AS mean, "
+        f"{last_value} AS last, m.nans, m.infs, {num} AS steps FROM {view} m JOIN wanted w ON m.series = w.series "
         # As numbers, and not only by the join: by them parts of files are skipped that have none of these.
         f"WHERE m.series BETWEEN {min(series)} AND {max(series)} "
-        f"AND m.step BETWEEN {first} AND {last // table * table + table - 1} GROUP BY 1, 2"
+        f"AND m.step BETWEEN {first} AND {last // table * table + table - 1}"
     )
 
 
@@ -259,32 +281,20 @@ def _step_times(connection: duckdb.DuckDBPyConnection, statistic: str, first: in
     took = "CASE WHEN step = 1 + lag(step) OVER own THEN epoch(time) - epoch(lag(time) OVER own) END"
     if statistic == ELAPSED:
         took = "epoch(time) - (SELECT epoch(min(time)) FROM steps)"
-    cells = connection.execute(
-        f"SELECT 0 AS at, (step - {first}) // {width} AS col, min(s) AS least, max(s) AS greatest, avg(s) AS mean, "
-        "arg_max(s, step) AS last, 0 AS nans, 0 AS infs, count(s) AS steps "
-        f"FROM (SELECT step, {took} AS s FROM steps WINDOW own AS (PARTITION BY attempt ORDER BY step)) "
-        f"WHERE step BETWEEN {first} AND {last} GROUP BY 2"
-    ).fetchnumpy()
     row = PictureRow(series=0, name=statistic, place="", pp_stage=-1, depth=-1)
-    return _placed((row,), max(0, last - first + width) // width, first, last, width, cells)
+    cells = PictureCells(1, max(0, last - first + width) // width, first, width)
+    query = (
+        "SELECT 0 AS at, step, step AS newest, s AS least, s AS greatest, s AS mean, s AS last, 0::BIGINT AS nans, "
+        "0::BIGINT AS infs, (s IS NOT NULL)::BIGINT AS steps "
+        f"FROM (SELECT step, {took} AS s FROM steps WINDOW own AS (PARTITION BY attempt ORDER BY step)) "
+        f"WHERE step BETWEEN {first} AND {last}"
+    )
+    cells.add(connection.sql(query).to_arrow_reader(BATCH_ROWS))
+    return _picture(STEPS, (row,), first, last, width, cells)
 
 
-def _placed(
-    rows: tuple[PictureRow, ...], num_columns: int, first: int, last: int, width: int, cells: Mapping[str, Any]
-) -> Picture:
-    at = cells["at"].astype(np.int64) * num_columns + cells["col"].astype(np.int64)
-
-    def numbers(name: str) -> npt.NDArray[np.float64]:
-        made = np.full(len(rows) * num_columns, np.nan)
-        made[at] = np.ma.filled(np.ma.asarray(cells[name], np.float64), np.nan)
-        return made.reshape(len(rows), num_columns)
-
-    def counts(name: str) -> npt.NDArray[np.int64]:
-        made = np.zeros(len(rows) * num_columns, np.int64)
-        made[at] = np.ma.filled(np.ma.asarray(cells[name], np.float64), 0).astype(np.int64)
-        return made.reshape(len(rows), num_columns)
-
+def _picture(kind: str, rows: tuple[PictureRow, ...], first: int, last: int, width: int, cells: PictureCells) -> Picture:
     return Picture(
-        rows=rows, first_step=first, last_step=last, width=width, least=numbers("least"), greatest=numbers("greatest"),
-        mean=numbers("mean"), last=numbers("last"), nans=counts("nans"), infs=counts("infs"), steps=counts("steps"),
+        kind=kind, rows=rows, first_step=first, last_step=last, width=width, least=cells.least, greatest=cells.greatest,
+        mean=cells.mean, last=cells.last, nans=cells.nans, infs=cells.infs, steps=cells.steps,
     )  # fmt: skip

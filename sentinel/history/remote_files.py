@@ -9,12 +9,15 @@ import datetime
 import io
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fsspec import AbstractFileSystem
 
 from sentinel.errors import StoreError
 from sentinel.history.manifest import Manifest
+from sentinel.history.sql_views import Span
 from sentinel.history.store_folder import StoreFolder
 
 SCHEME = "sentinel"
@@ -22,6 +25,10 @@ MOST_KEPT_BYTES = 2**26
 """Bytes of ranges that are kept for a connection: a question reads the same columns several times."""
 WHOLE_BYTES = 2**17
 """Files of at most so many bytes are read whole (chosen): a request takes as long as this much does."""
+TAIL_BYTES = 2**14
+"""Bytes at the end of a larger file that are read in one (chosen): what a Parquet file holds stands there."""
+AT_ONCE = 16
+"""Requests that are under way at a time where several can be (chosen)."""
 _MODIFIED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 """No file of a history is ever written again."""
 
@@ -39,25 +46,52 @@ class RemoteFiles(AbstractFileSystem):
         self._files: dict[str, tuple[StoreFolder, str, int]] = {}
         self._kept: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
         self._kept_bytes = 0
+        self._wanted: list[Callable[[], None]] = []
+        """What `fetch` asks for."""
         self._lock = threading.Lock()
 
-    def add(self, run: int, folder: StoreFolder, manifest: Manifest) -> str:
-        """Have the files of a run's history opened; return what stands before their names. run: a number of its own."""
+    def add(self, run: int, folder: StoreFolder, manifest: Manifest, span: Span | None) -> str:
+        """Have the files of a run's history opened once they are fetched; return what stands before their names.
+
+        run: a number of its own. span: first and last step that will be asked for; None: all.
+        """
         prefix = f"{SCHEME}://{run}"
         for one in manifest.files:
             self._files[f"{prefix}/{one.name}"] = folder, one.name, one.bytes
         if manifest.series:
-            # It is read whole by nearly every question, and no manifest says how long it is.
-            body = folder.read(manifest.series)
-            self._files[f"{prefix}/{manifest.series}"] = folder, manifest.series, len(body)
-            self._keep((f"{prefix}/{manifest.series}", 0, len(body)), body)
+            self._wanted.append(lambda: self._fetch_series(folder, prefix, manifest.series))
+        # Of each table the first file is opened for its columns, and of the moments that are in no bucket yet the first too.
+        asked = manifest if span is None else manifest.between(*span)
+        firsts = {(one.table, one.table == "moments" and one.level == 0): one.name for one in reversed(asked.files)}
+        for path in [f"{prefix}/{name}" for name in firsts.values()]:
+            self._wanted.append(lambda path=path: self._fetch_end(path))
         return prefix
+
+    def fetch(self) -> None:
+        """Ask for what every question reads of the histories that were added, all at once: a request after the other would
+        take the store's latency as often as there are tables. StoreError where the store gives it not."""
+        wanted, self._wanted = self._wanted, []
+        with ThreadPoolExecutor(AT_ONCE, "sentinel-store") as pool:
+            for one in [pool.submit(ask) for ask in wanted]:
+                one.result()
+
+    def _fetch_series(self, folder: StoreFolder, prefix: str, name: str) -> None:
+        # It is read whole by nearly every question, and no manifest says how long it is.
+        body = folder.read(name)
+        self._files[f"{prefix}/{name}"] = folder, name, len(body)
+        self._keep((f"{prefix}/{name}", 0, len(body)), body)
+
+    def _fetch_end(self, path: str) -> None:
+        size = self._known(path)[2]
+        self.read(path, max(0, size - 1), size)
 
     def read(self, path: str, start: int, end: int) -> bytes:
         """Return bytes of a file. StoreError, noted as `failure`, where the store does not give as many."""
         folder, name, size = self._known(path)
         if size <= WHOLE_BYTES:
             return self._range(path, folder, name, 0, size)[start:end]
+        if start >= (tail := max(0, size - TAIL_BYTES)):
+            return self._range(path, folder, name, tail, size)[start - tail : end - tail]
         return self._range(path, folder, name, start, end)
 
     def _range(self, path: str, folder: StoreFolder, name: str, start: int, end: int) -> bytes:

@@ -27,13 +27,14 @@ def quoted(text: str) -> str:
 
 
 def views_of(
-    run: str, folder: str, manifest: Manifest, span: Span | None = None, *, as_parts: bool = False
+    run: str, folder: str, manifest: Manifest, span: Span | None = None, *, as_parts: bool = False, young: str = ""
 ) -> dict[str, str]:
     """Return view -> SELECT, of one run. folder: what stands before the names of its files, without the slash.
 
     span: steps that will be asked for; None: all. Rows of other steps may lack, but of no bucket that has one of them.
     as_parts: of a bucket the rows as they lie, one or several, each with its own step, and without what is known of the
-    series: for who puts them together in wider columns anyway.
+    series: for who puts them together in wider columns anyway. young: a table of the connection that has the newest files'
+    steps in buckets already, and stands in the place of these files in `moments_W`; empty: none has.
     """
     whole, manifest = manifest, manifest if span is None else manifest.between(*span)
     name = f"{quoted(run)} AS run"
@@ -61,7 +62,7 @@ def views_of(
     for table in FOUND:
         views[table] = f"SELECT {name}, * FROM {_table(folder, table, manifest.of(table))}"
     for width in WIDTHS:
-        parts = _parts(folder, whole, width, span)
+        parts = _parts(folder, whole, width, span, young)
         if as_parts:
             views[f"moments_{width}"] = f"SELECT {name}, * FROM ({parts})"
             continue
@@ -100,7 +101,7 @@ def _stands(manifest: Manifest) -> str:
     return "(" + " OR ".join(parts) + ")" if parts else "true"
 
 
-def _parts(folder: str, manifest: Manifest, width: int, span: Span | None) -> str:
+def _parts(folder: str, manifest: Manifest, width: int, span: Span | None, table: str) -> str:
     """Return the rows that buckets of a width are made of: of merged files their buckets, of the newest ones the steps."""
     stands = _stands(manifest)
     if span is not None:
@@ -108,7 +109,9 @@ def _parts(folder: str, manifest: Manifest, width: int, span: Span | None) -> st
         first, last = span[0] // width * width, span[1] // width * width + width - 1
         manifest, stands = manifest.between(first, last), f"{stands} AND step BETWEEN {first} AND {last}"
     made = [f"SELECT * FROM {_table(folder, f'moments_{width}', manifest.of(f'moments_{width}'))} WHERE {stands}"]
-    if young := [one for one in manifest.of("moments") if one.level == 0]:
+    if table:
+        made.append(f"SELECT * FROM {table} WHERE {stands}")
+    elif young := [one for one in manifest.of("moments") if one.level == 0]:
         single = ", ".join(
             f"(CASE WHEN {one} IS NULL THEN 0 ELSE 1 END)::BIGINT AS {one}_num, {one} AS {one}_min, {one} AS {one}_max, "
             f"{one} AS {one}_avg, {one} AS {one}_last"

@@ -6,6 +6,10 @@ import msgspec
 
 STEPS = "steps"
 """The kind of what a step itself has: `seconds`, from the end of the step before it to its own, and `elapsed`."""
+ANY_TENSORS = ""
+"""The kind of whoever leaves it to the history: the first of `TENSOR_KINDS` that it has, else the first of all."""
+TENSOR_KINDS = ("wgrad", "activation", "dgrad", "param")
+"""Kinds of tensors, the one that is shown first before the others (chosen)."""
 SECONDS = "seconds"
 ELAPSED = "elapsed"
 """Seconds from the end of the first step that the history has to a step's own, pauses and restarts among them."""
@@ -15,7 +19,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """What a picture is to show."""
 
     kind: str
-    """A kind of tensors, `scalar`, or `steps`."""
+    """A kind of tensors, `ANY_TENSORS`, `scalar`, or `steps`."""
     statistic: str
     """One of `OF_BUCKETS`; of scalars `value`, of steps `seconds` or `elapsed`."""
     names: tuple[str, ...] = ("*",)

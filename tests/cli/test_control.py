@@ -142,7 +142,7 @@ def test_dump_takes_all_its_options(run_dir, capsys):
     [
         (["--kinds", "health"], 'unknown kind "health"'),
         (["--kinds", ","], "--kinds: expected some of"),
-        (["--ranks", "1,x"], '--ranks: expected numbers of at least 0, got "x"'),
+        (["--ranks", "1,x"], '--ranks: expected ranks and ranges of them, as in 0,8-15, got "x"'),
         (["--for-steps", "0"], "for-steps"),
         (["--step-interval", "0"], "step-interval"),
     ],

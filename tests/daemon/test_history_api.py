@@ -12,7 +12,10 @@ import pytest
 from sentinel.daemon import history_api
 from sentinel.daemon.history_api import HAS_INF, HAS_NAN, NOTHING, VALUE_THERE, HistoryQueries, HistoryRequest
 from sentinel.daemon.series_api import Busy
-from sentinel.errors import StoreError
+from sentinel.errors import NotThere
+from sentinel.history.pictures import picture_of
+from sentinel.history.question_cache import QuestionCache
+from sentinel.history.wanted import ANY_TENSORS, Wanted
 
 from ..history.test_writer import writing
 from ..support.merged_steps import FlatLayout, merged_step
@@ -56,6 +59,37 @@ def test_a_heat_map_has_a_value_and_a_state_in_each_cell(run_dir: Path) -> None:
     assert np.isfinite(values[states == VALUE_THERE]).all() and np.isnan(values[states == NOTHING]).all()
 
 
+def test_who_names_no_kind_is_shown_the_first_that_there_is(run_dir: Path, tmp_path: Path) -> None:
+    told = HistoryQueries().heatmap(run_dir, HistoryRequest.parse([("run", "run")], ANY_TENSORS))
+    assert (told["kind"], len(told["rows"])) == ("wgrad", 2)
+
+    with writing(tmp_path / "empty") as one:
+        one.take(merged_step(FlatLayout(0), 1, step=1, loss=2.0))
+    told = HistoryQueries().heatmap(tmp_path / "empty", HistoryRequest.parse([("run", "empty")], ANY_TENSORS))
+    assert (told["kind"], told["rows"], told["num_columns"], told["values"]) == ("", (), 0, "")
+
+
+def test_asked_again_with_the_newest_steps_in_buckets_it_is_the_same(run_dir: Path, tmp_path: Path) -> None:
+    """Steps that a later attempt repeated, a NaN among the newest, columns of one step and of several."""
+    with writing(tmp_path / "again") as one:
+        for seq in range(1, 41):
+            attempt, step = (0, seq) if seq <= 25 else (1, seq - 10)
+            num_nan = 7 if seq in (20, 30) else 0
+            one.take(merged_step(FlatLayout(3), seq, step=step, attempt=attempt, loss=float(seq), num_nan=num_nan))
+    for run in (run_dir, tmp_path / "again"):
+        for columns in (1, 2, 40):
+            wanted = Wanted(kind="wgrad", statistic="std", columns=columns)
+            plain = picture_of("run", run, wanted)
+            cache = QuestionCache()
+
+            for _ in range(3):
+                kept = picture_of("run", run, wanted, cache)
+
+                assert (kept.rows, kept.first_step, kept.width) == (plain.rows, plain.first_step, plain.width)
+                for name in ("least", "greatest", "mean", "last", "nans", "infs", "steps"):
+                    np.testing.assert_allclose(getattr(kept, name), getattr(plain, name), rtol=1e-6, err_msg=name)
+
+
 def test_a_heat_map_of_values_shows_infinities_apart(run_dir: Path) -> None:
     told = HistoryQueries().heatmap(run_dir, asked(kind="scalar", name="loss"))
 
@@ -88,5 +122,5 @@ def test_one_question_is_answered_at_a_time(run_dir: Path, monkeypatch: pytest.M
 
 def test_a_run_without_a_history_is_said_with_what_to_do(tmp_path: Path) -> None:
     for question in (HistoryQueries().held, HistoryQueries().series, HistoryQueries().heatmap):
-        with pytest.raises(StoreError, match=r"history\.enabled"):
+        with pytest.raises(NotThere, match=r"history\.enabled"):
             question(tmp_path, asked(kind="wgrad"))

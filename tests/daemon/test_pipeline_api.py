@@ -15,7 +15,7 @@ from sentinel.daemon.kept_steps import KeptSteps, LookedUpStep
 from sentinel.daemon.pipeline_api import EQUAL_WIDTHS, FOLDED, NO_CALLS, NO_WAITS, PipelineQueries, PipelineRequest
 from sentinel.daemon.series_api import Busy
 from sentinel.daemon.serving import ServedRun
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, NotThere
 from sentinel.incident import Incident
 from sentinel.testing import Nan
 
@@ -157,7 +157,7 @@ def test_a_wrong_request_is_told_what_was_expected(parameters: list[tuple[str, s
 
 
 def test_an_unknown_incident_and_a_second_question_are_refused(run: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match='incident "nobody"'):
+    with pytest.raises(NotThere, match='incident "nobody"'):
         answer(run, incident="nobody")
     monkeypatch.setattr(pipeline_api, "WAIT_S", 0.01)
     queries = PipelineQueries()

@@ -12,8 +12,9 @@ from sentinel.daemon import report_process
 from sentinel.daemon.report_process import ReportQueries
 from sentinel.daemon.series_api import Busy
 from sentinel.daemon.serving import ServedRun
-from sentinel.errors import ConfigError, StoreError
+from sentinel.errors import NotThere, StoreError, TookTooLong
 from sentinel.incident import Incident
+from sentinel.report.links import MessageLinks
 from sentinel.testing import Nan
 
 from ..support.serving import catch_up, served, small_run
@@ -32,17 +33,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
 def test_an_incident_is_told_whole_in_a_file_that_loads_nothing(run: ServedRun) -> None:
     [incident, *_] = [msgspec.json.decode(one, type=Incident) for one in run.journal.found.newest_incidents(10)]
 
-    found = ReportQueries().report(run, incident.id)
+    links = MessageLinks(runbook_url="https://wiki.example/{cause}", dashboard_url="https://graphs.example/{run}")
+    found = ReportQueries().report(run, incident.id, links)
 
     text = found.body.decode()
     assert found.name == f"postmortem--o_evil-{incident.id}.html"
     assert text.startswith("<!doctype html>") and incident.id in text and "default-src &#39;none&#39;" in text
     assert "<script" not in text and "layers.1.attn" in text
+    assert f"https://wiki.example/{incident.suspected}" in text and "https://graphs.example/-o%20evil" in text
 
 
 @pytest.mark.parametrize("incident", ["worst", "--help", "i000000000000", ""])
 def test_an_incident_is_named_by_its_id_alone(run: ServedRun, incident: str) -> None:
-    with pytest.raises(ConfigError, match='expected one of run "-o evil", got none'):
+    with pytest.raises(NotThere, match='expected one of run "-o evil", got none'):
         ReportQueries().report(run, incident)
 
 
@@ -60,6 +63,6 @@ def test_what_takes_too_long_or_ends_without_a_file_is_said(run: ServedRun, monk
         queries.report(run, None)
     monkeypatch.setattr(report_process, "_CODE", "import time; time.sleep(60)")
     monkeypatch.setattr(report_process, "LIMIT_S", 0.01)
-    with pytest.raises(StoreError, match=r"no post-mortem within 0\.01 s"):
+    with pytest.raises(TookTooLong, match=r"no post-mortem within 0\.01 s"):
         queries.report(run, None)
     assert not queries._asking.locked(), "the next one may ask"

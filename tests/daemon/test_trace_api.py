@@ -19,6 +19,7 @@ from sentinel.collect.probes.trace_writer import StepTrace, TraceWriter
 from sentinel.daemon import trace_api
 from sentinel.daemon.http.tokens import load_tokens
 from sentinel.daemon.trace_api import TraceQueries, TraceRequest
+from sentinel.errors import ConfigError
 from sentinel.trace import Compressor, TracedStep, TracedTensor, TraceHead, trace_paths
 
 from ..support.serving import small_run
@@ -122,6 +123,22 @@ def test_one_rank_is_read_alone_and_the_others_are_named(tmp_path: Path, monkeyp
     assert traced(tmp_path, asked(rank="9"))["steps"] == []
 
 
+def test_some_ranks_are_chosen_and_how_many_are_not_shown_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, ranks=5, steps=1)
+    monkeypatch.setattr(trace_api, "MOST_SHOWN", 3)
+
+    def told(**query: str) -> tuple[list[int], int]:
+        answer = traced(tmp_path, asked(**query))
+        assert answer["ranks"] == [0, 1, 2, 3, 4]
+        return [one["rank"] for one in answer["steps"]], answer["num_ranks_not_shown"]
+
+    assert told() == ([0, 1, 2], 2)
+    assert told(rank="3-4,1") == ([1, 3, 4], 2)
+    assert told(rank="4") == ([4], 4)
+    with pytest.raises(ConfigError, match='rank: expected at most 3 ranks, got more with "1-4"'):
+        asked(rank="1-4")
+
+
 def test_what_each_rank_was_seen_of_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, ranks=3)
     request = msgspec.structs.replace(asked(after="1"), shown={0: 4, 2: 3})
@@ -143,7 +160,7 @@ def test_a_torn_file_is_told_and_the_others_are_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("query", [[("run", "r"), ("run", "s")], [("rank", "0")], [("run", "r"), ("after", "x")],
                                    [("run", "r"), ("rank", "-1")], [("run", "r"), ("what", "1")]])  # fmt: skip
 def test_nonsense_is_refused(query: list[tuple[str, str]]) -> None:
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises((ValueError, ConfigError), match=r"."):
         TraceRequest.parse(query)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,36 @@ def test_a_question_for_one_series_fetches_few_files_and_little_of_them(
     touched = fetched.keys() - {MANIFEST, manifest.series} - first_of_each
     assert touched <= {one.name for one in manifest.of("moments")}
     assert len(fetched) < len(manifest.files)
+
+
+def test_what_every_question_opens_first_is_asked_of_the_store_at_once(
+    bucket: ObjectStore, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = pushed(written)
+    manifest = remote.manifest()
+    firsts = {(one.table, one.table == "moments" and one.level == 0) for one in manifest.files}
+    # None of them is answered before all are asked for.
+    together = threading.Barrier(1 + len(firsts), timeout=120.0)
+    is_opening = True
+
+    def waiting(real: Callable[..., bytes]) -> Callable[..., bytes]:
+        def read(self: StoreFolder, name: str, *bounds: int) -> bytes:
+            if is_opening and name != MANIFEST:
+                together.wait()
+            return real(self, name, *bounds)
+
+        return read
+
+    for name in ("read", "read_range"):
+        monkeypatch.setattr(StoreFolder, name, waiting(getattr(StoreFolder, name)))
+    bucket.requests.clear()
+
+    with asking({"run": remote}) as connection:
+        is_opening = False
+        num_opening = len(bucket.requests)
+        assert answered(connection, "SELECT count(*) AS n FROM series")["n"].to_pylist() == [len(LAYOUT.tensors) + 1]
+
+    assert num_opening == 2 + len(firsts) == len(bucket.requests), "the manifest, then all others together"
 
 
 def test_of_a_large_file_only_the_columns_of_a_question_are_fetched(bucket: ObjectStore, tmp_path: Path) -> None:

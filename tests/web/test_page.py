@@ -26,7 +26,7 @@ from ..support.waiting import wait_for
 from .shown_runs import LONG_S, shown_runs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Route
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -350,7 +350,58 @@ def test_a_run_without_a_history_shows_what_is_in_memory_and_says_what_to_do(bro
         page.locator("figure.plot").first.get_by_text("last 4").wait_for()
         looked.go("/#/runs/plain/layers", "history: {enabled: true}")
 
-    assert {"400" in one for one in looked.complaints} == {True}
+    assert {"404" in one for one in looked.complaints} == {True}
+
+
+def test_the_heat_map_does_not_wait_for_the_list_of_what_there_is(browser: Browser, address: str) -> None:
+    with Looked(browser, address) as looked:
+        waiting: list[Route] = []
+        looked.page.route("**/api/v1/history?*", lambda route: waiting.append(route))
+
+        page = looked.go(f"/#/runs/{GOOD}/layers", "in the order of the forward")
+
+        assert page.get_by_label("kind").count() == 0, "kinds to choose from come with the list"
+        shown(lambda: waiting, "the question for the list")
+        waiting[0].continue_()
+        page.get_by_label("kind").wait_for()
+        assert page.get_by_label("kind").input_value() == "wgrad"
+
+
+def test_an_answer_that_took_too_long_says_what_to_do_and_offers_it(browser: Browser, address: str) -> None:
+    error = {"error": "no answer within 10 s; ask for fewer steps"}
+    held = {
+        "first_step": 0,
+        "last_step": 999_999,
+        "kinds": {"wgrad": 3},
+        "statistics": ["std"],
+        "scalars": [],
+        "tensors": [],
+    }
+    with Looked(browser, address) as looked:
+        asked: list[str] = []
+
+        def given_up(route: Route) -> None:
+            asked.append(route.request.url)
+            route.fulfill(status=504, json=error)
+
+        looked.page.route("**/api/v1/history?*", lambda route: route.fulfill(json=held))
+        looked.page.route("**/api/v1/history/heatmap?*", given_up)
+        page = looked.go(f"/#/runs/{GOOD}/layers", error["error"])
+        page.get_by_role("button", name="The newest 10,000 steps").click()
+
+        shown(lambda: "from=990000&to=999999" in asked[-1], "the question for fewer steps")
+        assert all("504" in one for one in looked.complaints)
+
+
+def test_why_there_is_no_post_mortem_stands_beside_its_link(browser: Browser, address: str) -> None:
+    error = {"error": "no post-mortem within 60 s: the run is large, or its disk slow; sentinel report has no such limits"}
+    with Looked(browser, address) as looked:
+        looked.page.route("**/api/v1/report?*", lambda route: route.fulfill(status=504, json=error))
+        page = looked.go(f"/#/runs/{GOOD}", "Post-mortem as a file")
+
+        page.get_by_role("link", name="Post-mortem as a file").click()
+
+        page.get_by_text(f"not written: {error['error']}").wait_for()
 
 
 def test_one_box_finds_runs_incidents_and_tensors(looked: Looked) -> None:

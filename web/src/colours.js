@@ -31,7 +31,8 @@ export function shade(share) {
 // The scale of values in view: ordinary is what lies between the 1st and the 99th percentile, and a little beyond; so one
 // spike neither hides the others' differences nor is hidden among them.
 export function scaleOf(values) {
-  const finite = values.filter(Number.isFinite).sort();
+  // A plain array would be sorted as words.
+  const finite = new Float64Array(values.filter(Number.isFinite)).sort();
   const at = (share) => finite[Math.min(finite.length - 1, Math.floor(share * finite.length))];
   if (!finite.length) return { low: 0, middle: 0, high: 1, least: 0, most: 0, isLog: false, share: () => 0 };
   let [low, high] = [at(0.01), at(0.99)];

@@ -5,7 +5,7 @@ import { scaleOf } from "./colours.js";
 import { Choice, Legend, VALUE, paint, unpacked } from "./heat.jsx";
 import { Plot } from "./plot.jsx";
 import { expertsLink, go } from "./route.js";
-import { NoHistory, Toolbar, useHistory, viewOf } from "./run.jsx";
+import { NoHistory, Toolbar, Unanswered, useHistory, viewOf } from "./run.jsx";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
 import { grouped, number, plural, seen, seenEnd } from "./words.js";
@@ -167,7 +167,7 @@ export function ExpertsView({ name: run, query }) {
           {own && own.ranks.length > 1 && <Choice label="rank" value={map.rank ?? ""} options={[...(map.balance ? [["", "all ranks"]] : []), ...own.ranks.slice(0, 300).map((one) => [one, `rank ${one}`])]} onChange={(value) => set({ rank: value })} />}
         </Toolbar>
       )}
-      {answer.error && <p class="problem" role="alert">{seen(answer.error.message)}</p>}
+      {answer.error && !problem && <Unanswered error={answer.error} extent={held ? [held.first_step, held.last_step] : extent} onView={onView} />}
       {told && told.choices.length === 0 && <SwitchOn kind={kind} />}
       {map && map.num_columns > 0 && (
         <>

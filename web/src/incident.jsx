@@ -3,7 +3,8 @@ import { useState } from "preact/hooks";
 
 import { ofPoints } from "./columns.js";
 import { Plot } from "./plot.jsx";
-import { layersLink, pipelineLink, reportLink, runLink, sharedLink } from "./route.js";
+import { ReportLink } from "./report_link.jsx";
+import { layersLink, pipelineLink, runLink, sharedLink } from "./route.js";
 import { address, post, useAnswer } from "./server.js";
 import { clock, grouped, number, plural, seen, severityClass } from "./words.js";
 
@@ -146,7 +147,7 @@ export function IncidentView({ name, query }) {
     <article>
       <h1 class={severityClass(incident.severity)}>{seen(headline, 500)}</h1>
       <p class="muted">
-        <code>{seen(incident.id)}</code>, {seen(incident.state)}, revision {incident.revision} · <a href={runLink(incident.run, around)}>values around it</a> · <a href={layersLink(incident.run, { ...around, kind: causes[0]?.kind !== "scalar" ? causes[0]?.kind : "" })}>layers around it</a> · <a href={pipelineLink(incident.run, { incident: incident.id })}>how it spread</a> · <a href={reportLink(incident.run, incident.id)} download>post-mortem</a>
+        <code>{seen(incident.id)}</code>, {seen(incident.state)}, revision {incident.revision} · <a href={runLink(incident.run, around)}>values around it</a> · <a href={layersLink(incident.run, { ...around, kind: causes[0]?.kind !== "scalar" ? causes[0]?.kind : "" })}>layers around it</a> · <a href={pipelineLink(incident.run, { incident: incident.id })}>how it spread</a> · <ReportLink run={incident.run} incident={incident.id} words="post-mortem" />
         {links.filter((one) => one.name !== "incident" && /^https?:/.test(one.url)).map((one) => <> · <a key={one.url} href={one.url} rel="noreferrer">{seen(one.name)}</a></>)}
         {" "}· <button type="button" class="plain" onClick={copy}>{isCopied ? "link copied" : "copy link"}</button>
       </p>

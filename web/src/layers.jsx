@@ -5,7 +5,7 @@ import { scaleOf } from "./colours.js";
 import { Choice, INF, Legend, NAN, NOTHING, UNDEFINED, VALUE, paint, unpacked } from "./heat.jsx";
 import { Plot, movedView } from "./plot.jsx";
 import { go, incidentLink, layersLink } from "./route.js";
-import { NoHistory, Toolbar, useHistory, viewOf } from "./run.jsx";
+import { NoHistory, Toolbar, Unanswered, useHistory, viewOf } from "./run.jsx";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
 import { grouped, number, plural, seen, seenEnd, severityClass } from "./words.js";
@@ -13,7 +13,6 @@ import { grouped, number, plural, seen, seenEnd, severityClass } from "./words.j
 const OF_WORDS = { extreme: "farthest from zero", max: "greatest", min: "least", avg: "mean", last: "last" };
 const MADE = ["rms", "norm", "absmax"]; // Of what is made of kept statistics a history knows no mean of several steps.
 const LABELS_PX = 190;
-const KINDS_FIRST = ["wgrad", "activation", "dgrad", "param"];
 
 function readAnswer(answer) {
   return { ...answer, values: unpacked(answer.values, Float32Array), states: unpacked(answer.states, Uint8Array) };
@@ -159,7 +158,16 @@ function ranked(map) {
 
 function DataTable({ map, onOpen }) {
   const [all, setAll] = useState(false);
-  const rows = useMemo(() => ranked(map), [map]);
+  const [rows, setRows] = useState([]);
+  useEffect(() => {
+    // Behind the frame that shows the picture, which is as much work again.
+    let timer = 0;
+    const frame = requestAnimationFrame(() => { timer = setTimeout(() => setRows(ranked(map)), 0); });
+    return () => {
+      cancelAnimationFrame(frame);
+      clearTimeout(timer);
+    };
+  }, [map]);
   return (
     <div class="wide">
       <table>
@@ -182,21 +190,23 @@ function DataTable({ map, onOpen }) {
 }
 
 export function LayersView({ name: run, query }) {
-  const { held, problem } = useHistory(run);
-  const incidents = useAnswer(address("api/v1/incidents", { run, limit: 300 }), 10_000);
-  const kinds = Object.keys(held?.kinds ?? {});
-  const kind = query.kind ?? KINDS_FIRST.find((one) => kinds.includes(one)) ?? kinds[0];
   const statistic = query.statistic ?? "std";
   const of = query.of === "avg" && MADE.includes(statistic) ? "extreme" : query.of ?? "extreme";
   const isRelative = query.colour === "row";
-  const extent = held ? [held.first_step, Math.max(held.first_step, held.last_step)] : [0, 1];
-  const view = viewOf(query, extent);
   const columns = Math.min(1500, Math.max(120, Math.round((globalThis.innerWidth ?? 1000) - LABELS_PX - 60)));
-  const asked = { run, kind, statistic, of, from: query.from, to: query.to, columns };
   const isLive = !query.to;
-  const answer = useAnswer(held && kind ? address("api/v1/history/heatmap", asked) : null, isLive ? 10_000 : 0, true);
+  // Before the list of what there is, which may take as long: of which kind it is where nobody chose one, the answer says.
+  const asked = { run, kind: query.kind, statistic, of, from: query.from, to: query.to, columns };
+  const answer = useAnswer(address("api/v1/history/heatmap", asked), isLive ? 10_000 : 0, true);
+  const { held, problem } = useHistory(run);
+  const incidents = useAnswer(address("api/v1/incidents", { run, limit: 300 }), 10_000);
+  const kinds = Object.keys(held?.kinds ?? {});
+  const kind = query.kind ?? answer.data?.kind;
+  const known = held ?? answer.data;
+  const extent = known ? [known.first_step, Math.max(known.first_step, known.last_step)] : [0, 1];
+  const view = viewOf(query, extent);
   const chosen = /^\d+$/.test(query.series ?? "") ? Number(query.series) : null;
-  const opened = useAnswer(held && kind && chosen !== null ? address("api/v1/history/series", { run, kind, statistic, series: chosen, from: query.from, to: query.to, columns }) : null, isLive ? 10_000 : 0);
+  const opened = useAnswer(kind && chosen !== null ? address("api/v1/history/series", { run, kind, statistic, series: chosen, from: query.from, to: query.to, columns }) : null, isLive ? 10_000 : 0);
 
   const map = useMemo(() => answer.data && readAnswer(answer.data), [answer.data]);
   const shown = useMemo(() => map && (isRelative ? besideMedian(map) : map), [map, isRelative]);
@@ -220,7 +230,7 @@ export function LayersView({ name: run, query }) {
           <Choice label="colour" value={isRelative ? "row" : "all"} options={[["all", "one scale"], ["row", "each row beside its median"]]} onChange={(value) => set({ colour: value === "row" ? "row" : "" })} />
         </Toolbar>
       )}
-      {answer.error && <p class="problem" role="alert">{seen(answer.error.message)}</p>}
+      {answer.error && !problem && <Unanswered error={answer.error} extent={extent} onView={onView} />}
       {shown && shown.num_columns > 0 && (
         <>
           <p class="muted">{plural(shown.rows.reduce((sum, one) => sum + one.num, 0), "tensor")} in the order of the forward, a column is {shown.width === 1 ? "one step" : plural(shown.width, "step")}</p>

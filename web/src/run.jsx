@@ -4,7 +4,8 @@ import { useMemo, useState } from "preact/hooks";
 import { joined, ofPoints } from "./columns.js";
 import { IncidentTable } from "./incident_table.jsx";
 import { EventKey, Plot } from "./plot.jsx";
-import { go, reportLink, runLink } from "./route.js";
+import { ReportLink } from "./report_link.jsx";
+import { go, runLink } from "./route.js";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
 import { ago, grouped, number, plural, seen, worstFirst } from "./words.js";
@@ -30,11 +31,30 @@ export function useHistory(run) {
   return { held: held.data, problem: held.error, isWaiting: !held.data && !held.error };
 }
 
+const HAS_NONE = [404, 501]; // There is no history, or nothing here that can ask one.
+
 export function NoHistory({ problem }) {
+  if (!HAS_NONE.includes(problem.status)) return <p class="problem" role="alert">The history gives no answer: {seen(problem.message)}</p>;
   return (
     <p class="notice">
       {seen(problem.message)}. Without a history the page shows what the daemon still has in memory: switch it on with{" "}
       <code>history: {"{enabled: true}"}</code> in the daemon's configuration, and install <code>duckdb</code> beside it.
+    </p>
+  );
+}
+
+const TOO_LONG = 504;
+const FEWER_STEPS = 10_000;
+
+// Why a question to the history has no answer; where it was given up for its time, with what narrows it.
+export function Unanswered({ error, extent, onView }) {
+  const [first, last] = extent;
+  return (
+    <p class="problem" role="alert">
+      {seen(error.message)}
+      {error.status === TOO_LONG && last - first >= FEWER_STEPS && (
+        <>{" "}<button type="button" onClick={() => onView([last - FEWER_STEPS + 1, last])}>The newest {grouped(FEWER_STEPS)} steps</button></>
+      )}
     </p>
   );
 }
@@ -117,9 +137,10 @@ export function RunView({ name: run, query }) {
     <>
       <h1>{seen(run, 120)}</h1>
       <Facts run={own} />
-      <p class="muted"><a href={reportLink(run)} download>Post-mortem as a file</a></p>
+      <p class="muted"><ReportLink run={run} words="Post-mortem as a file" /></p>
       {own.problems?.length > 0 && <ul class="problem">{own.problems.slice(0, 10).map((one) => <li key={one}>{seen(one)}</li>)}</ul>}
       {problem && <NoHistory problem={problem} />}
+      {told.error && !problem && <Unanswered error={told.error} extent={extent} onView={onView} />}
       <RunTabs run={run} current="Values" query={query} />
       <Toolbar view={view} extent={extent} onView={onView}>
         <label><input type="checkbox" checked={query.log === "1"} onChange={(event) => go(runLink(run, { ...query, log: event.currentTarget.checked ? "1" : "" }))} /> log scale</label>

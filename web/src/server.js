@@ -23,7 +23,8 @@ export function address(path, parameters = {}) {
   return url.href;
 }
 
-async function answered(request) {
+// Resolves to the response; refused in the daemon's words where it has no answer.
+async function accepted(request) {
   let response;
   try {
     response = await request;
@@ -31,21 +32,32 @@ async function answered(request) {
     if (error.name === "AbortError") throw error;
     throw new Refused(0, "the daemon does not answer");
   }
+  if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  if (!response.ok) throw new Refused(response.status, body?.error ?? `the daemon answered ${response.status}`);
-  return body;
+  throw new Refused(response.status, body?.error ?? `the daemon answered ${response.status}`);
 }
 
+const answered = async (request) => (await accepted(request)).json().catch(() => null);
+
 // The daemon answers one question to the history at a time (503): it is asked again a moment later.
-export async function get(url, signal, options = {}) {
+async function patiently(ask) {
   for (let times = 1; ; times += 1) {
     try {
-      return await answered(fetch(url, { signal, ...options }));
+      return await ask();
     } catch (error) {
       if (error.status !== 503 || times >= 8) throw error;
     }
     await new Promise((goOn) => setTimeout(goOn, 300 * times));
   }
+}
+
+export const get = (url, signal, options = {}) => patiently(() => answered(fetch(url, { signal, ...options })));
+
+// A file that the daemon makes: {name, body}.
+export async function getFile(url) {
+  const response = await patiently(() => accepted(fetch(url)));
+  const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? "sentinel";
+  return { name, body: await response.blob() };
 }
 
 // A question that is too costly for a GET, which other pages may have a browser send: it changes nothing.

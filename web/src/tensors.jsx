@@ -3,6 +3,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { colours, scaleOf } from "./colours.js";
 import { Choice, Legend, NAN, INF, VALUE, paint, unpacked } from "./heat.jsx";
+import { go, tensorsLink } from "./route.js";
 import { address, get, post } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
 import { ago, grouped, number, plural, seen } from "./words.js";
@@ -10,7 +11,9 @@ import { ago, grouped, number, plural, seen } from "./words.js";
 const EVERY_MS = 1000;
 const KEPT = 120; // Steps that the page remembers of a rank.
 const SHOWN = 24; // Tensors that are drawn at a time.
-const NONE = { steps: [], ranks: [], error: null, attempt: null, hint: "" };
+const APART = 8; // Steps by which one rank's traces may come behind another's.
+const MOST_RANKS = 8; // Ranks whose tensors are drawn beside each other.
+const NONE = { steps: [], ranks: [], numNotShown: 0, error: null, attempt: null, hint: "" };
 const ARRAYS = { F32: Float32Array, I32: Int32Array, I64: BigInt64Array };
 const KINDS = [
   ["activation", "what modules give"], ["activation_in", "what modules are given"], ["attention", "what queries attend to"], ["dgrad", "gradients of outputs"],
@@ -20,36 +23,49 @@ const COMPRESSORS = [
   ["tile", "tiles"], ["top_k", "the largest (logits)"], ["pca", "principal directions"], ["projection", "projection"], ["histogram", "histogram"], ["none", "the whole tensor"],
 ];
 
+// Rising numbers as people write them: 0-7, 64.
+function rankWords(ranks) {
+  const parts = [];
+  for (const one of ranks) {
+    const last = parts.at(-1);
+    if (last && last[1] === one - 1) last[1] = one;
+    else parts.push([one, one]);
+  }
+  return parts.map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`)).join(", ");
+}
+
 function numbersOf(picture) {
   const found = unpacked(picture.data, ARRAYS[picture.dtype]);
   return picture.dtype === "I64" ? Float64Array.from(found, Number) : found;
 }
 
-// Asks for what came behind the newest step of a rank that is known, once a second while somebody looks. Thousands of ranks may
-// trace: only the one that is shown is read.
-function useTraces(run, token, rank) {
+// Asks for what came behind the newest step that is known, once a second while somebody looks. Thousands of ranks may trace:
+// only those that are shown are read. ranks: as the daemon takes them, `0,8-15`.
+function useTraces(run, token, ranks) {
   const [state, setState] = useState(NONE);
   useEffect(() => {
-    setState((before) => ({ ...NONE, ranks: token ? before.ranks : [] }));
+    setState((before) => ({ ...NONE, ranks: token ? before.ranks : [], numNotShown: token ? before.numNotShown : 0 }));
     if (!token) return undefined;
     const abort = new AbortController();
     let timer = 0;
-    let known = { attempt: null, newest: null, isFirst: true };
+    let known = { attempt: null, newest: null, isFirst: true, numShown: 1 };
     async function look() {
       if (!document.hidden) {
         try {
           // Behind the newest step come those before it that the ring still has.
-          const after = known.newest === null ? undefined : Math.max(-1, known.newest - (known.isFirst ? KEPT : 1));
-          const found = await get(address("api/v1/traces", { run, rank, after }), abort.signal, { headers: { Authorization: `Bearer ${token}` } });
+          const back = known.isFirst ? Math.floor(KEPT / known.numShown) : known.numShown > 1 ? APART : 1;
+          const after = known.newest === null ? undefined : Math.max(-1, known.newest - back);
+          const found = await get(address("api/v1/traces", { run, rank: ranks, after }), abort.signal, { headers: { Authorization: `Bearer ${token}` } });
           const isNew = found.attempt !== known.attempt;
           const steps = found.steps.map((one) => one.step);
           const newest = steps.length || !isNew ? Math.max(isNew ? -1 : known.newest ?? -1, ...steps) : null;
-          known = { attempt: found.attempt, newest, isFirst: isNew };
+          const numShown = Math.max(1, found.ranks.length - found.num_ranks_not_shown);
+          known = { attempt: found.attempt, newest, isFirst: isNew, numShown };
           setState((before) => {
             const all = new Map((isNew ? [] : before.steps).map((one) => [`${one.step}/${one.rank}`, one]));
             for (const one of found.steps) all.set(`${one.step}/${one.rank}`, one);
             const steps = [...all.values()].sort((a, b) => a.step - b.step).filter((one) => one.step > known.newest - KEPT);
-            return { steps, ranks: found.ranks, attempt: found.attempt, hint: found.hint, error: found.problems[0] ? new Error(found.problems[0]) : null };
+            return { steps, ranks: found.ranks, numNotShown: found.num_ranks_not_shown, attempt: found.attempt, hint: found.hint, error: found.problems[0] ? new Error(found.problems[0]) : null };
           });
         } catch (error) {
           if (abort.signal.aborted) return;
@@ -63,7 +79,7 @@ function useTraces(run, token, rank) {
       abort.abort();
       clearTimeout(timer);
     };
-  }, [run, token, rank]);
+  }, [run, token, ranks]);
   return state;
 }
 
@@ -213,24 +229,49 @@ function Order({ run, token, onToken }) {
 // The token is kept for this page alone: nothing of the browser stores it.
 let typed = "";
 
+function RankTensors({ step, isAlone }) {
+  const Heading = isAlone ? "h2" : "h3";
+  return (
+    <>
+      {!isAlone && <h2>Rank {step.rank}, step {grouped(step.step)}</h2>}
+      {Object.entries(step.left_out).map(([key, why]) => <p key={key} class="warning">{seen(key, 120)} is not shown: {seen(why, 300)}</p>)}
+      {step.tensors.slice(0, SHOWN).map((tensor) => (
+        <section key={tensor.key} class="traced">
+          <Heading>{seen(tensor.name || (tensor.kind === "tokens" ? "tokens" : "the model"), 120)} <span class="muted">{tensor.kind}, {tensor.shape.join(" x ") || "one number"}, {tensor.dtype}{tensor.micro_step >= 0 ? `, micro-batch ${tensor.micro_step}` : ""}</span></Heading>
+          <Picture tensor={tensor} />
+        </section>
+      ))}
+      {step.tensors.length > SHOWN && <p class="muted">and {plural(step.tensors.length - SHOWN, "more tensor")}: name fewer modules to see them.</p>}
+    </>
+  );
+}
+
 export function TensorsView({ name: run, query }) {
   const [token, setToken] = useState(typed);
   const [usable, setUsable] = useState(typed);
-  const [chosen, setChosen] = useState(0);
+  const [first, setFirst] = useState(0);
   const [held, setHeld] = useState(null);
-  const traces = useTraces(run, usable, chosen);
+  const asked = query.ranks ?? String(first);
+  const traces = useTraces(run, usable, asked);
   useEffect(() => {
     // Rank 0 need not be among those that trace.
-    if (traces.ranks.length && !traces.ranks.includes(chosen)) setChosen(traces.ranks[0]);
-  }, [traces.ranks, chosen]);
+    if (traces.ranks.length && !traces.ranks.includes(first)) setFirst(traces.ranks[0]);
+  }, [traces.ranks, first]);
   useEffect(() => {
     typed = token;
     const timer = setTimeout(() => setUsable(token), 400); // Not at every key.
     return () => clearTimeout(timer);
   }, [token]);
-  const steps = traces.steps.filter((one) => one.rank === chosen);
-  const step = (held !== null && steps.find((one) => one.step === held)) || steps.at(-1);
-  const at = steps.indexOf(step);
+  const choose = (text) => go(tensorsLink(run, { ...query, ranks: text.trim() }));
+  const ranks = [...new Set(traces.steps.map((one) => one.rank))].sort((a, b) => a - b);
+  const drawn = ranks.slice(0, MOST_RANKS);
+  const numbers = [...new Set(traces.steps.map((one) => one.step))];
+  const number_ = held !== null && numbers.includes(held) ? held : numbers.at(-1);
+  // Ranks write a step one after the other: of one that has not come to the newest yet its own newest is shown.
+  const shown = drawn.map((rank) => traces.steps.findLast((one) => one.rank === rank && (held === null ? one.step <= number_ : one.step === number_))).filter(Boolean);
+  const newest = shown.reduce((most, one) => (most === null || one.time > most.time ? one : most), null);
+  const numDropped = Math.max(0, ...shown.map((one) => one.num_dropped));
+  const numNotShown = traces.numNotShown + ranks.length - drawn.length;
   return (
     <>
       <h1>{seen(run, 120)}</h1>
@@ -239,23 +280,16 @@ export function TensorsView({ name: run, query }) {
       {!usable && <p class="notice">What a picture shows is the training data: a token is needed to see it too. One is in <code>tokens.json</code> of the daemon's state directory; it is kept for this page alone.</p>}
       {usable && traces.hint && <p class="notice">{seen(traces.hint)}</p>}
       {usable && traces.error && <p class={traces.steps.length ? "muted" : "notice"} role="status">{seen(traces.error.message)}</p>}
-      {step && (
-        <>
-          <div class="toolbar">
-            {traces.ranks.length > 1 && <Choice label="rank" value={String(chosen)} options={traces.ranks.slice(0, 2048).map((one) => [String(one), `rank ${one}`])} onChange={(text) => setChosen(Number(text))} />}
-            <label>step {grouped(step.step)} <input type="range" min={0} max={Math.max(0, steps.length - 1)} value={at} aria-label="step" onInput={(event) => { const place = Number(event.currentTarget.value); setHeld(place === steps.length - 1 ? null : steps[place].step); }} /></label>
-            <span class="muted">{held === null ? "the newest" : "held"}, {ago(step.time, Date.now() / 1000)}{step.num_dropped > 0 && <span class="warning">, {plural(step.num_dropped, "step")} dropped: the disk was slow</span>}</span>
-          </div>
-          {Object.entries(step.left_out).map(([key, why]) => <p key={key} class="warning">{seen(key, 120)} is not shown: {seen(why, 300)}</p>)}
-          {step.tensors.slice(0, SHOWN).map((tensor) => (
-            <section key={tensor.key} class="traced">
-              <h2>{seen(tensor.name || (tensor.kind === "tokens" ? "tokens" : "the model"), 120)} <span class="muted">{tensor.kind}, {tensor.shape.join(" x ") || "one number"}, {tensor.dtype}{tensor.micro_step >= 0 ? `, micro-batch ${tensor.micro_step}` : ""}</span></h2>
-              <Picture tensor={tensor} />
-            </section>
-          ))}
-          {step.tensors.length > SHOWN && <p class="muted">and {plural(step.tensors.length - SHOWN, "more tensor")}: name fewer modules to see them.</p>}
-        </>
+      {traces.ranks.length > 0 && (
+        <form class="toolbar" onSubmit={(event) => { event.preventDefault(); choose(new FormData(event.currentTarget).get("ranks")); }}>
+          <label>ranks <input key={asked} name="ranks" size={12} maxLength={400} defaultValue={asked} placeholder="0, 8-11" onChange={(event) => choose(event.currentTarget.value)} /></label>
+          <span class="muted">{grouped(drawn.length)} of {plural(traces.ranks.length, "rank")} that trace{traces.ranks.length === 1 ? "s" : ""}{numNotShown > 0 ? `; ${grouped(numNotShown)} are not shown, at most ${MOST_RANKS} are at a time` : ""}</span>
+          {newest && <label>step {grouped(number_)} <input type="range" min={0} max={Math.max(0, numbers.length - 1)} value={numbers.indexOf(number_)} aria-label="step" onInput={(event) => { const place = Number(event.currentTarget.value); setHeld(place === numbers.length - 1 ? null : numbers[place]); }} /></label>}
+          {newest && <span class="muted">{held === null ? "the newest" : "held"}, {ago(newest.time, Date.now() / 1000)}{numDropped > 0 && <span class="warning">, {plural(numDropped, "step")} dropped: the disk was slow</span>}</span>}
+        </form>
       )}
+      {usable && traces.ranks.length > 0 && !traces.error && ranks.length === 0 && <p class="notice">None of these ranks traces. Those that do: {seen(rankWords(traces.ranks), 200)}</p>}
+      {shown.map((one) => <RankTensors key={one.rank} step={one} isAlone={drawn.length === 1} />)}
     </>
   );
 }

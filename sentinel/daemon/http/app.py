@@ -21,7 +21,7 @@ from sentinel.daemon.http.responses import problem
 from sentinel.daemon.http.tokens import Scope
 from sentinel.daemon.http.trace_socket import TraceSockets
 from sentinel.daemon.series_api import Busy
-from sentinel.errors import SentinelError
+from sentinel.errors import NotThere, PackageMissing, SentinelError, StoreError, TookTooLong
 
 HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
 """What is answered however much else is asked, in the loop of the server and not in its pool of threads."""
@@ -81,11 +81,17 @@ def make_app(api: DaemonApi, gate: RequestGate) -> Starlette:
     return app
 
 
-def _says(status: int, reason: str = "") -> ErrorHandler:
-    """Return a handler that answers with a status, and in the words of the error unless others are given."""
+def _says(status: int, reason: str = "", retry_after_s: int | None = None) -> ErrorHandler:
+    """Return a handler that answers with a status, and in the words of the error unless others are given.
+
+    retry_after_s: seconds after which the same request may be answered; None: nobody knows.
+    """
 
     async def handler(request: Request, error: Exception) -> Response:
-        return problem(status, reason or str(error))
+        answer = problem(status, reason or str(error))
+        if retry_after_s is not None:
+            answer.headers["Retry-After"] = str(retry_after_s)
+        return answer
 
     return handler
 
@@ -95,8 +101,12 @@ _HANDLERS: Mapping[Any, ErrorHandler] = {
     405: _says(405, "this path does not take this method"),
     UnknownRun: _says(404),
     UnknownIncident: _says(404),
+    NotThere: _says(404),
     Unavailable: _says(503),
-    Busy: _says(503),
+    Busy: _says(503, retry_after_s=1),
+    TookTooLong: _says(504),
+    PackageMissing: _says(501),
+    StoreError: _says(500),
     SentinelError: _says(400),
     msgspec.DecodeError: _says(400),
     ValueError: _says(400),

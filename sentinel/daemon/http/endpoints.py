@@ -25,6 +25,7 @@ from sentinel.daemon.pipeline_api import PipelineRequest
 from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.series_api import SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
+from sentinel.history.wanted import ANY_TENSORS
 from sentinel.report.silences import SilenceRequest
 
 MAX_ITEMS = 1000
@@ -160,7 +161,7 @@ def history_series(request: Request) -> Response:
 
 def heatmap(request: Request) -> Response:
     """Return one statistic of many tensors over steps."""
-    return plain(api_of(request).questions.heatmap(HistoryRequest.parse(request.query_params.multi_items())))
+    return plain(api_of(request).questions.heatmap(HistoryRequest.parse(request.query_params.multi_items(), ANY_TENSORS)))
 
 
 def traces(request: Request) -> Response:

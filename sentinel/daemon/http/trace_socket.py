@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from sentinel.daemon.http.daemon_api import DaemonApi
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.daemon.http.tokens import Scope
-from sentinel.daemon.trace_api import NOTHING_TRACED, TraceRequest, numbers_of
+from sentinel.daemon.trace_api import MOST_SHOWN, NOTHING_TRACED, TraceRequest, numbers_of
 from sentinel.daemon.trace_flags import Asked, asked_of, layer_of, update_type_of
 from sentinel.errors import SentinelError
 
@@ -106,6 +106,8 @@ class _Client:
         """When something came last, by the clock of the loop."""
         self._has_started = False
         self._told = ""
+        self._num_not_shown = 0
+        """Ranks that trace and are not shown, as the client was told last."""
 
     async def take(self, message: dict[str, Any]) -> None:
         """Take a message of the client's; what is wrong in it is told, and changes nothing."""
@@ -125,7 +127,7 @@ class _Client:
     async def _order(self, asked: Asked) -> None:
         order = {
             "kinds": list(asked.kinds), "targets": list(asked.targets), "for_steps": LEASE_STEPS, "reason": "asked for live",
-            "trace": {"compressor": _builtins(asked), "tokens": asked.tokens},
+            "trace": {"compressor": _builtins(asked), "tokens": asked.tokens}, "ranks": list(asked.ranks or ()),
         }  # fmt: skip
         done = await run_in_threadpool(self._api.control, self._run, "trace", order)
         self._command = done["command"]
@@ -145,7 +147,7 @@ class _Client:
         # Ranks write a step one after the other: of one that nothing is known of yet, a few steps back are shown.
         newest = max(self._shown.values(), default=-1)
         after = max(-1, newest - BEHIND_STEPS) if self._shown else None
-        request = TraceRequest(run=self._run, after=after, shown=self._shown)
+        request = TraceRequest(run=self._run, ranks=self._asked.ranks, after=after, shown=self._shown)
         try:
             found = await run_in_threadpool(self._api.questions.traces, request)
             await self._renew(bool(found["steps"]), found["hint"])
@@ -154,10 +156,19 @@ class _Client:
             return
         if found["attempt"] != self._attempt:
             self._attempt, self._shown = found["attempt"], {}
+        await self._tell_ranks(found["ranks"], found["num_ranks_not_shown"])
         for step in found["steps"]:
             if step["step"] > self._shown.get(step["rank"], -1):
                 await self._show_step(step)
                 self._shown[step["rank"]] = step["step"]
+
+    async def _tell_ranks(self, ranks: list[int], num_not_shown: int) -> None:
+        """Say how many ranks trace and are not shown, whenever that is another number."""
+        if num_not_shown == self._num_not_shown:
+            return
+        self._num_not_shown = num_not_shown
+        how = f'at most {MOST_SHOWN} are shown: choose by "ranks": "0,8-15" in run_training_step'
+        await self._send({"type": "ranks", "num_ranks": len(ranks), "num_not_shown": num_not_shown, "message": how})
 
     async def _renew(self, has_come: bool, hint: str) -> None:
         """Order anew what will be over soon, and what nobody obeys: it was missed, or meant for an attempt that ended."""

@@ -140,6 +140,11 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return (name, route) of every sink: what `report.alert.alerts_for` takes."""
         return [(sink.name, sink.route) for sink in self.sinks]
 
+    @property
+    def links(self) -> MessageLinks:
+        """Where messages, and post-mortems, lead to."""
+        return MessageLinks(external_url=self.external_url, runbook_url=self.runbook_url, dashboard_url=self.dashboard_url)
+
 
 def outside_sinks() -> OutsideStructs:
     """Return the sinks of other packages, by `type`; none is imported before it is asked for."""
@@ -159,11 +164,8 @@ def build_sink(
 
     capture: is given what would be sent; None: it is sent.
     """
-    links = MessageLinks(
-        external_url=notify.external_url, runbook_url=notify.runbook_url, dashboard_url=notify.dashboard_url
-    )
     parts = SinkParts(
-        environ=environ, stream=stream, links=links, orders_of=orders_of, notes=notes or NotesInMemory(),
+        environ=environ, stream=stream, links=notify.links, orders_of=orders_of, notes=notes or NotesInMemory(),
         capture=capture, proxy=notify.proxy, ca_file=notify.ca_file,
     )  # fmt: skip
     try:

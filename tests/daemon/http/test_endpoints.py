@@ -28,7 +28,7 @@ from sentinel.daemon.rules_api import WhatIfRequest
 from sentinel.daemon.run_status import RunChanges
 from sentinel.daemon.series_api import Busy, SeriesRequest
 from sentinel.daemon.trace_api import TraceRequest
-from sentinel.errors import ConfigError, RuleError, StoreError
+from sentinel.errors import ConfigError, NotThere, PackageMissing, RuleError, StoreError, TookTooLong
 from sentinel.report.message import Link
 from sentinel.report.silences import Silence, SilenceRequest
 
@@ -38,6 +38,17 @@ TOKENS = Tokens(read="r" * 20, control="c" * 20, silence="s" * 20)
 READ = {"Authorization": "Bearer " + TOKENS.read}
 CONTROL = {"Authorization": "Bearer " + TOKENS.control}
 SILENCE = {"Authorization": "Bearer " + TOKENS.silence}
+
+
+FAILURES: dict[str, tuple[int, Exception]] = {
+    "none": (404, NotThere("a: expected a run with a history")),
+    "busy": (503, Busy("the history is being asked")),
+    "slow": (504, TookTooLong("no answer within 10 s; ask for fewer steps")),
+    "duckdb": (501, PackageMissing("questions in SQL need the package duckdb")),
+    "disk": (500, StoreError("a/history/manifest.json: Input/output error")),
+    "asked": (400, ConfigError("kind: expected one of wgrad")),
+}
+"""Part of a name that is looked for -> the status of the answer, and why there is none."""
 
 
 def known(run: str | None) -> None:
@@ -103,6 +114,8 @@ class FakeQuestions:
 
     def _history(self, what: str, request: HistoryRequest) -> dict[str, Any]:
         known(request.run)
+        if request.find in FAILURES:
+            raise FAILURES[request.find][1]
         return {"what": what, "wanted": msgspec.to_builtins(request.wanted), "of": request.of}
 
     def traces(self, request: TraceRequest) -> dict[str, Any]:
@@ -590,6 +603,16 @@ def test_what_no_history_can_answer_is_refused_in_words(api: FakeApi, asked: str
 
     assert answer.status_code == 400 and words in answer.json()["error"]
     assert client_of(api).get("/api/v1/history?run=b").status_code == 404
+
+
+@pytest.mark.parametrize("find", FAILURES)
+def test_whose_fault_it_is_that_there_is_no_answer_is_its_status(api: FakeApi, find: str) -> None:
+    status, error = FAILURES[find]
+
+    answer = client_of(api).get(f"/api/v1/history?run=a&find={find}")
+
+    assert (answer.status_code, answer.json()["error"]) == (status, str(error))
+    assert ("retry-after" in answer.headers) == (find == "busy"), "asked again it would take as long again"
 
 
 def test_a_post_mortem_is_saved_by_whoever_may_read_and_begun_by_no_other_page(api: FakeApi) -> None:

@@ -87,6 +87,26 @@ def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(train
         rank.writer.thread.close(10.0)
 
 
+def test_ranks_are_chosen_and_a_client_is_told_how_many_it_is_not_shown(
+    training_run: tuple[str, Tokens, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, tokens, run_dir = training_run
+    before = len(commands(run_dir))
+    ranks = [TracingRank(run_dir, rank, attempt=1) for rank in range(4)]
+    for rank in ranks:
+        rank.step(20)
+        rank.writer.thread.close(60.0)
+    with client(address, str(tokens.control), ranks="2-3") as one:
+        told = json.loads(one.recv(60))
+        assert (told["type"], told["num_ranks"], told["num_not_shown"]) == ("ranks", 4, 2)
+        while (message := json.loads(one.recv(60)))["type"] != "update":
+            pass
+        shown = {message["rank"], *(json.loads(one.recv(60))["rank"] for _ in range(3))}
+        assert shown == {2, 3} and commands(run_dir)[before].ranks == (2, 3)
+        one.send(json.dumps({**ASKS, "ranks": "0-4000"}))
+        assert "ranks: expected at most 200 ranks" in problem(one)
+
+
 def test_who_only_reads_orders_nothing(training_run: tuple[str, Tokens, Path]) -> None:
     address, tokens, run_dir = training_run
     before = len(commands(run_dir))
