@@ -19,6 +19,7 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_st
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
+from sentinel.printable import printable
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -247,7 +248,16 @@ class JoinIntake:
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
-        self._copies.take_chunk(chunk)
+        if self._is_its_own(message, chunk):
+            self._copies.take_chunk(chunk)
+
+    def _is_its_own(self, message: Msg, said: SpoolChunk | Beat) -> bool:
+        """Return whether a message came under the name that it has: a broker with permissions vouches for the subject."""
+        if subjects.is_of(message.subject, said.run, said.node):
+            return True
+        why = f"{message.subject}: a message there says that it is node {printable(said.node[:64])}'s: it is refused"
+        self._copies.refuse(f"{message.subject}/{said.node[:64]}", why)
+        return False
 
     async def _take_beat(self, client: Client, message: Msg) -> None:
         from nats.errors import Error
@@ -258,6 +268,8 @@ class JoinIntake:
             beat = unseal(message.data, Beat)
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
+            return
+        if not self._is_its_own(message, beat):
             return
         answer = self._copies.take_beat(beat, is_drained=self._is_drained)
         if answer is not None and client.is_connected:

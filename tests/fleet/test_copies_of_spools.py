@@ -261,7 +261,7 @@ def test_subjects_have_one_token_for_any_name() -> None:
 
     assert len({token(name) for name in names}) == len(names)
     for name in names:
-        assert raw(name, "node").count(".") == 3 and not set(raw(name, "node")) & set(" *>\n")
+        assert raw(name, "node").count(".") == 4 and not set(raw(name, "node")) & set(" *>\n")
 
 
 def test_a_password_is_not_shown(tmp_path: Path) -> None:
