@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sentinel.cli.background import Background, sentinel_command
+from sentinel.cli.logged_command import LoggedCommand, sentinel_command
 
 MAX_RESTARTS = 5
 """Restarts of the daemon within RESTART_WINDOW_S, after which the run goes on unwatched and says so. Too small: a passing
@@ -27,7 +27,7 @@ class Companion:
         self.setback = ""
         """Why it died last; empty: it has not."""
         self._log = log
-        self._daemon = Background(sentinel_command("serve", *arguments), log, holds_sigterm=True)
+        self._daemon = LoggedCommand(sentinel_command("serve", *arguments), log, holds_sigterm=True)
         self._deaths: list[float] = []
         self._due: float | None = None
         self._is_started = False

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sentinel.cli.background import Background, sentinel_command
+from sentinel.cli.logged_command import LoggedCommand, sentinel_command
 from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import BrokerConfig, nats_client
 from sentinel.fleet.broker_users import JOIN, STATUS
@@ -20,7 +20,7 @@ from sentinel.private_files import make_directory
 from sentinel.store.lock import LockHeld, RunLock
 
 BROKER = "broker"
-BEGIN_S = 60.0
+BEGIN_S = 120.0
 """Longest time until all of it is up."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -35,7 +35,7 @@ DRAIN_S = 10.0
 class FleetProcess:
     """One of them, started again whenever it ends: at once the first time, later and later when that does not help."""
 
-    def __init__(self, name: str, background: Background, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, background: LoggedCommand, say: Callable[[str], None]) -> None:
         self.name = name
         self.background = background
         self._say = say
@@ -85,7 +85,7 @@ class FleetProcesses:
         """Node -> its directory of runs."""
         self.url = ""
         """Of the page; empty: it is not known yet."""
-        self._broker = OwnBroker(directory, list(self.nodes), broker_port or _free_port())
+        self._broker = OwnBroker(directory, list(self.nodes), broker_port or free_port())
         self._port = broker_port
         self._join_arguments, self._say = list(join_arguments), say
         self._lock: RunLock | None = None
@@ -186,12 +186,12 @@ class FleetProcesses:
         if self._lock is not None:
             self._lock.close()
 
-    def _backgrounds(self) -> dict[str, Background]:
-        def background(name: str, command: Sequence[str], *, holds_sigterm: bool = False) -> Background:
+    def _backgrounds(self) -> dict[str, LoggedCommand]:
+        def background(name: str, command: Sequence[str], *, holds_sigterm: bool = False) -> LoggedCommand:
             log = self.directory / "logs" / f"{name}.log"
-            return Background(command, log, holds_sigterm=holds_sigterm, ends_with_us=True)
+            return LoggedCommand(command, log, holds_sigterm=holds_sigterm, ends_with_us=True)
 
-        def ours(name: str, verb: str, where: Path, *arguments: str) -> Background:
+        def ours(name: str, verb: str, where: Path, *arguments: str) -> LoggedCommand:
             drain = ("--drain-s", f"{DRAIN_S:g}")
             command = sentinel_command(verb, str(where), *self._access(name), *drain, *arguments)
             return background(name, command, holds_sigterm=True)
@@ -246,7 +246,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a free port below those that kernels give to outgoing connections: none of them takes it meanwhile."""
     found = next(filter(_is_free, random.SystemRandom().sample(range(10_000, 32_768), 1_000)), None)
     if found is None:

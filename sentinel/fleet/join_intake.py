@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
+from sentinel.join_health import JoinHealth
 from sentinel.printable import printable
 
 if TYPE_CHECKING:
@@ -68,6 +71,17 @@ class JoinIntake:
         if self._lease.holder not in ("", self._lease.owner):
             return self._lease.holder
         return f"unknown ({self.problem or 'the lease is waited for'})"
+
+    def health(self) -> JoinHealth:
+        """Return what is known of this join, its broker and its nodes. For any thread."""
+        is_active, known = not self.standby_of, self._copies.health()
+        away = (f"broker {self._broker.shown}: {self.problem}",) if self.problem else ()
+        if not is_active:
+            # What nodes say goes to another.
+            return JoinHealth(epoch=self._lease.epoch, is_connected=not away, problems=away)
+        return msgspec.structs.replace(
+            known, is_active=True, epoch=self._lease.epoch, is_connected=not away, problems=away + known.problems
+        )
 
     def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
         """Begin; returns at once. on_lost: called, in another thread, once `lost` says why."""

@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from sentinel.printable import printable
-from sentinel.report import run_series
+from sentinel.report import join_series, run_series
 from sentinel.report.durations import Distribution
 from sentinel.report.metrics import (
     CONFIGURED,
@@ -114,6 +114,7 @@ class MetricsCollector(Collector):
         yield from _stages(snapshot)
         yield from _disks(snapshot)
         yield from _heartbeats(snapshot)
+        yield from join_series.families(snapshot.join)
 
 
 def label_value(value: str) -> str:

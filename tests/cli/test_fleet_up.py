@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli import fleet_processes
-from sentinel.cli.background import Background
+from sentinel.cli.logged_command import LoggedCommand
 from sentinel.cli.fleet_processes import FleetProcess, FleetProcesses
 from sentinel.cli.main import run_cli
 from sentinel.store.lock import RunLock
@@ -93,7 +93,7 @@ def test_a_server_that_ends_at_once_is_said_in_its_own_words(
 def test_what_ends_is_started_again_later_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_processes, "FIRST_PAUSE_S", 0.01)
     said: list[str] = []
-    process = FleetProcess("node-1", Background(["sh", "-c", "echo oh; exit 3"], tmp_path / "log"), said.append)
+    process = FleetProcess("node-1", LoggedCommand(["sh", "-c", "echo oh; exit 3"], tmp_path / "log"), said.append)
     process.start()
 
     def has_ended_thrice() -> bool:
@@ -115,7 +115,7 @@ def test_all_are_ended_in_order_and_once_more_ends_them_at_once(tmp_path: Path) 
     def begin(script: str) -> None:
         for name in ("broker", "join", "node-1", "node-2"):
             (tmp_path / f"up-{name}").unlink(missing_ok=True)
-            background = Background(["sh", "-c", script, name], tmp_path / "log")
+            background = LoggedCommand(["sh", "-c", script, name], tmp_path / "log")
             fleet._processes[name] = FleetProcess(name, background, lambda words: None)
             background.start()
             wait_for_words(tmp_path / f"up-{name}", name)

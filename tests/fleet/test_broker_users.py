@@ -14,7 +14,7 @@ from nats.errors import Error
 from nats.errors import TimeoutError as NatsTimeout
 from nats.js.errors import APIError
 
-from sentinel.cli.background import Background
+from sentinel.cli.logged_command import LoggedCommand
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.broker_certificates import RENEWED_DAYS, VALID_DAYS, BrokerCertificates
@@ -36,7 +36,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnBroker]:
     directory = tmp_path_factory.mktemp("fleet")
     own = OwnBroker(directory, ["node-1", "node-2"], free_port())
     own.prepare()
-    server = Background(own.command, directory / "log")
+    server = LoggedCommand(own.command, directory / "log")
     server.start()
     yield own
     server.end(20.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.cli.background import sentinel_command
+from sentinel.cli.logged_command import sentinel_command
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def sentinel_command(*arguments: str) -> list[str]:
     return [sys.executable, *(() if looks_here else ("-P",)), "-m", "sentinel.cli", *arguments]
 
 
-class Background:
+class LoggedCommand:
     """Neither its death nor a Ctrl-C at the terminal touches us, nor ours it, unless it is told to end with us."""
 
     def __init__(
