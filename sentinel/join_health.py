@@ -32,6 +32,8 @@ class JoinHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Of them those that are waited for no more."""
     held_bytes: int = 0
     """Bytes that are held until every node has spoken since."""
+    are_copies_refused: bool = False
+    """The disk does not take the copies of spools."""
     counts: dict[str, int] = {}
     """`chunks`, `bytes`, `repeated`, `dropped`, `refused`: since the beginning."""
     problems: tuple[str, ...] = ()

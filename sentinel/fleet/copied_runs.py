@@ -201,8 +201,8 @@ class CopiedRuns:
             if len(recent) > MAX_REFUSED_SAID:
                 problems.append(f"and {len(recent) - MAX_REFUSED_SAID} further refusals")
             return JoinHealth(
-                nodes=tuple(nodes.values()), num_silent=len(silent), held_bytes=self._held_bytes, counts=dict(self.counts),
-                problems=tuple(problems),
+                nodes=tuple(nodes.values()), num_silent=len(silent), held_bytes=self._held_bytes,
+                are_copies_refused=bool(self.disk_problem), counts=dict(self.counts), problems=tuple(problems),
             )  # fmt: skip
 
     def _release(self, name: str, run: _Run, now: float) -> int:

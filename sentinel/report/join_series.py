@@ -22,6 +22,7 @@ def families(join: JoinHealth | None) -> Iterator[Metric]:
         ("sentinel_join_active", "1 while this join holds the lease and judges, 0 while it stands by.", join.is_active),
         ("sentinel_join_lease_epoch", "Of the lease, as known here: one more with each take-over.", join.epoch),
         ("sentinel_join_broker_connected", "1 while the broker answers this join.", join.is_connected),
+        ("sentinel_join_copies_refused", "1 while the disk does not take the copies of spools.", join.are_copies_refused),
         ("sentinel_join_held_bytes", "Bytes that wait until every node has spoken since.", join.held_bytes),
         ("sentinel_join_lag_bytes", "Bytes in the spools of all nodes that are not here.", lag_bytes),
         (

@@ -37,7 +37,7 @@ MAX_RUNS = 100
 """Runs shown at once, those that are live and those with the newest records first."""
 MAX_SINKS = 12
 """Sinks shown, in the order of the configuration."""
-DAEMON_SERIES = 500
+DAEMON_SERIES = 540
 """Room kept for what is said of the daemon itself, `MAX_SINKS` sinks and `MAX_MIRRORS` mirrors included."""
 MAX_MIRRORS = 12
 """Mirrors shown, in the order of their names."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli import fleet_processes
-from sentinel.cli.logged_command import LoggedCommand
 from sentinel.cli.fleet_processes import FleetProcess, FleetProcesses
+from sentinel.cli.logged_command import LoggedCommand
 from sentinel.cli.main import run_cli
 from sentinel.store.lock import RunLock
 
