@@ -26,8 +26,11 @@ from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
 from sentinel.cli.main import CLEAN, FOUND
 from sentinel.cli.places import run_name, runs_directory
+from sentinel.decision import Decision, decode_decision
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
+from sentinel.store.journal import Journal
+from sentinel.store.run_paths import RunPaths
 
 TRAINING_LIMIT_S = 600.0
 """The trainer is ended after this; on 2 cores it needs about 30 s."""
@@ -64,7 +67,7 @@ def demo(directory: str | None, is_fleet: bool, keep: bool, as_json: bool) -> in
     )
     plan = FLEET_PLAN if is_fleet else DemoPlan()
     show = progress(plan.num_steps)
-    stage = Stage(TwoNodes(where, show.line) if is_fleet else OneMachine(where), plan, show)
+    stage = Stage(TwoNodes(where, plan, show.line) if is_fleet else OneMachine(where), plan, show)
     try:
         stage.perform()
         scene = stage.scene(time.monotonic() - began)
@@ -177,10 +180,9 @@ class Stage:
             if message.to == "webhook"
             for alert in message.body["alerts"]
         ]
-        num_judged, num_dropped = (self._gauge(f"sentinel_{name}_total") for name in ("steps_judged", "rows_dropped"))
         outcome = judge(
             self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), notified,
-            num_judged=int(sum(num_judged)), num_dropped=int(sum(num_dropped)),
+            num_judged=num_judged(self.run_dir), num_dropped=int(sum(self._gauge("sentinel_rows_dropped_total"))),
             texts=[message.text for message in self.receiver.messages if message.to == "Slack"],
         )  # fmt: skip
         outcome = msgspec.structs.replace(
@@ -337,6 +339,15 @@ def _find_example() -> Path:
     except ImportError as error:
         raise ConfigError("the demo trains a model and needs torch: pip install sentinel[train]") from error
     return folder
+
+
+def num_judged(run_dir: Path) -> int:
+    """Return how many steps of a run were judged, by its journal: a daemon's own counts begin anew with its process."""
+    journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
+    try:
+        return sum(isinstance(decode_decision(kind, body), Decision) for _, kind, body in journal.decisions())
+    finally:
+        journal.close()
 
 
 def read_anomalies(run_dir: Path) -> list[Anomaly]:

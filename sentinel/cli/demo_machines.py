@@ -135,10 +135,10 @@ class OneMachine:
 class TwoNodes:
     """Ranks on two nodes that share no directory: of one the shipper is killed while it trains, and the join is too."""
 
-    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, plan: DemoPlan, say: Callable[[str], None]) -> None:
         self.run_dir, self.private = directory / "joined" / RUN, directory / "demo"
         self.state_log = directory / "logs" / "join.log"
-        self._directory, self._say = directory, say
+        self._directory, self._plan, self._say = directory, plan, say
         self._fleet: FleetProcesses | None = None
         self._killed: dict[str, int] = {}
         """Name -> process id that was killed."""
@@ -183,8 +183,16 @@ class TwoNodes:
         if step >= SHIPPER_KILLED_AT:
             self._kill(ILL_NODE, step)
         # Once it has told of the first fault and written down that it did: the second is for the next.
-        if any(one.to == "webhook" for one in messages) and JOIN not in self._killed and not num_pending():
+        if JOIN not in self._killed and self._has_told(messages) and not num_pending():
             self._kill(JOIN, step)
+
+    def _has_told(self, messages: Sequence[Message]) -> bool:
+        return any(
+            alert["incident"]["opened_step"] == self._plan.batch_step
+            for one in messages
+            if one.to == "webhook"
+            for alert in one.body["alerts"]
+        )
 
     def launches(self) -> list[Launch]:
         assert self._fleet is not None

@@ -173,7 +173,7 @@ def a_message(*keys: str, repeated: bool = False) -> Message:
 def test_on_two_nodes_it_wants_kills_and_each_message_once(
     tmp_path: Path, join: int | None, messages: list[Message], holds: list[bool]
 ) -> None:
-    machines = TwoNodes(tmp_path, lambda words: None)
+    machines = TwoNodes(tmp_path, PLAN, lambda words: None)
     machines._fleet = Running(join=join, node_2=11)  # type: ignore[assignment]
     assert not machines.claims(PLAN, messages)[0].holds
 
