@@ -1,4 +1,5 @@
 # make demo    a real run with planted faults, watched; under 3 minutes once set up
+# make demo-fleet   the same on two nodes without a shared disk: broker, shippers and join, some of them killed; under 90 s
 # make test    every promise in its short form             make quick   what needs no process of its own: the edit loop
 # make test-all   those, and the long forms beside them    make lint    ruff        make types   mypy --strict
 # make trainers   the tests on real trainers (Hugging Face, Lightning, DeepSpeed, Megatron, ...), installed first
@@ -22,10 +23,13 @@ SUITE := $(BIN)/python -m pytest --ignore tests/trainers -n 5 --dist loadfile --
 # Some hundred processes start in the tests: none of them compiles Sentinel anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test quick test-long test-all trainers trainers-setup docs lint types setup check clean
+.PHONY: demo demo-fleet test quick test-long test-all trainers trainers-setup docs lint types setup check clean
 
 demo: $(STAMP)
 	$(BIN)/sentinel demo $(DEMO_FLAGS)
+
+demo-fleet: $(STAMP)
+	$(BIN)/sentinel demo --fleet $(DEMO_FLAGS)
 
 test: $(STAMP)
 	$(SUITE) -m "not long" $(PYTEST_FLAGS)

@@ -1,6 +1,7 @@
 """Start N ranks of a training script on this machine: a small stand-in for torchrun that is up in no time.
 
     python examples/gpt/launch.py -n 4 -- examples/gpt/train.py --steps 100
+    python examples/gpt/launch.py -n 2 --nnodes 2 --node-rank 0 --master-port 29500 -- examples/gpt/train.py   # and rank 1
 
 torch is imported once and the ranks are forked off, each a process of its own all the same. When a rank fails the others
 are ended; SIGINT and SIGTERM reach all of them. Exits with the first rank's code that is not 0.
@@ -28,12 +29,19 @@ PRELOADED = ("torch", "torch.distributed.pipelining", "torch.distributed.tensor.
 def main() -> int:
     parser = argparse.ArgumentParser(description="Start N ranks of a script on this machine.")
     parser.add_argument("-n", "--num-ranks", type=int, default=4)
+    parser.add_argument("--nnodes", type=int, default=1, help="launchers of one training; default 1")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument("--master-port", type=int, default=0, help="where ranks meet, the same for all; 0: a free port")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- SCRIPT [ARGUMENT ...]")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no script given")
-    ranks = start_ranks(command, options.num_ranks)
+    if options.nnodes > 1 and not options.master_port:
+        parser.error("--nnodes needs a --master-port, the same for all")
+    ranks = start_ranks(
+        command, options.num_ranks, num_nodes=options.nnodes, node_rank=options.node_rank, port=options.master_port
+    )
     stopping = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -78,18 +86,19 @@ class Rank:
             os.kill(self.pid, number)
 
 
-def start_ranks(command: list[str], num_ranks: int) -> list[Rank]:
-    """Start `command`, a script and its arguments, once a rank, under this interpreter."""
+def start_ranks(command: list[str], num_ranks: int, *, num_nodes: int = 1, node_rank: int = 0, port: int = 0) -> list[Rank]:
+    """Start `command`, a script and its arguments, once a rank of this node, under this interpreter."""
     os.environ.update(
-        WORLD_SIZE=str(num_ranks),
+        WORLD_SIZE=str(num_ranks * num_nodes),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(port or free_port()),
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",  # Read when torch is imported.
     )
     for name in PRELOADED:
         importlib.import_module(name)
-    return [Rank(command, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+    first = num_ranks * node_rank
+    return [Rank(command, {"RANK": str(first + rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
 
 
 def free_port() -> int:

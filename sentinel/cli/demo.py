@@ -19,20 +19,23 @@ import msgspec
 
 import sentinel
 from sentinel.anomaly import Anomaly
-from sentinel.cli.companion import Companion
-from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
-from sentinel.cli.demo_progress import progress
+from sentinel.cli.demo_machines import DemoMachines, OneMachine, TwoNodes
+from sentinel.cli.demo_plan import FLEET_PLAN, DemoOutcome, DemoPlan, judge
+from sentinel.cli.demo_progress import DemoBar, Lines, progress
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
 from sentinel.cli.main import CLEAN, FOUND
 from sentinel.cli.places import run_name, runs_directory
+from sentinel.decision import Decision, decode_decision
 from sentinel.errors import ConfigError
 from sentinel.incident import Incident
+from sentinel.store.journal import Journal
+from sentinel.store.run_paths import RunPaths
 
-NUM_RANKS = 4
 TRAINING_LIMIT_S = 600.0
 """The trainer is ended after this; on 2 cores it needs about 30 s."""
 DRAIN_LIMIT_S = 20.0
+BEGIN_LIMIT_S = 120.0
 SHOWN_GAUGES = (
     "sentinel_judged_step", "sentinel_records_total", "sentinel_loss", "sentinel_grad_norm", "sentinel_rows_dropped_total",
     "sentinel_open_incidents", "sentinel_anomalies_total", "sentinel_nonfinite_elements_total", "sentinel_commands_total",
@@ -45,9 +48,13 @@ SHOWN_GAUGES = (
     "--dir", "directory", metavar="DIR",
     help="Directory of runs; the demo makes a run of its own in it. Default: $SENTINEL_DIR, else ./sentinel_runs.",
 )  # fmt: skip
+@click.option(
+    "--fleet", "is_fleet", is_flag=True,
+    help="Train on two nodes without a shared disk, with a broker (nats-server), a shipper each and a join, and kill some.",
+)  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the daemon and its page up afterwards, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the story.")
-def demo(directory: str | None, keep: bool, as_json: bool) -> int:
+def demo(directory: str | None, is_fleet: bool, keep: bool, as_json: bool) -> int:
     """Train a small GPT on the text of Python's standard library, plant two faults, and find them.
 
     The trainer, the daemon and the receiver of alerts are processes of their own; all that passes between trainer and
@@ -55,8 +62,12 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
     nobody was notified of anything that is not true.
     """
     began = time.monotonic()
-    plan = DemoPlan()
-    stage = Stage(runs_directory(directory) / run_name(f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"), plan)
+    where = runs_directory(directory) / run_name(
+        f"demo-{'fleet-' if is_fleet else ''}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    )
+    plan = FLEET_PLAN if is_fleet else DemoPlan()
+    show = progress(plan.num_steps)
+    stage = Stage(TwoNodes(where, plan, show.line) if is_fleet else OneMachine(where), plan, show)
     try:
         stage.perform()
         scene = stage.scene(time.monotonic() - began)
@@ -66,8 +77,8 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
             for line in story(scene):
                 click.echo(line)
         if keep:
-            stage.print(f"the page stays at {stage.url} until Ctrl-C")
-            while stage.daemon.pid is not None:
+            stage.print(f"the page stays at {stage.machines.url} until Ctrl-C")
+            while stage.machines.pid is not None:
                 time.sleep(0.5)
     finally:
         stage.close()
@@ -75,18 +86,19 @@ def demo(directory: str | None, keep: bool, as_json: bool) -> int:
 
 
 class Stage:
-    """Receiver, daemon and trainer of one demo. Progress goes to stderr."""
+    """Receiver, what watches, and trainer of one demo. Progress goes to stderr."""
 
-    def __init__(self, run_dir: Path, plan: DemoPlan) -> None:
-        self.run_dir = run_dir
-        self.plan = plan
-        self.url = ""
-        self._show = progress(plan.num_steps)
-        self._trainer: subprocess.Popen[str] | None = None
+    def __init__(self, machines: DemoMachines, plan: DemoPlan, show: DemoBar | Lines) -> None:
+        self.machines, self.plan = machines, plan
+        self.run_dir = machines.run_dir
+        self._show = show
+        self._step = -1
+        """Newest that the trainer said."""
+        self._trainers: list[subprocess.Popen[str]] = []
         self._example = _find_example()
-        private = run_dir / "demo"
+        private = machines.private
         private.mkdir(mode=0o700, parents=True)
-        run_dir.chmod(0o700)
+        private.parent.chmod(0o700)
         self.receiver = Receiver(lambda message: self._received(message))
         slack_file, config = private / "slack-url", private / "daemon.yaml"
         slack_file.write_text(f"{self.receiver.url}/slack")
@@ -103,53 +115,62 @@ class Stage:
         self._monitor = private / "monitor.yaml"
         # What the demo checks does not depend on how fast this machine is.
         self._monitor.write_text("max_overhead: null\n")
-        self.daemon = Companion(
-            # Anybody on this machine may see a demo, and a page that opens without a token is half of it.
-            [str(run_dir), "--owned", "--listen", "127.0.0.1:0", "--open-reads", "--config", str(config)],
-            run_dir / ".daemon" / "daemon.log",
-        )
+        machines.start(config)
 
     def print(self, text: str) -> None:
         """Write one line to stderr."""
         self._show.line(text)
 
     def perform(self) -> None:
-        """Train to the end and wait until the daemon has judged every step."""
-        plan = self.plan
+        """Train to the end and wait until every step was judged."""
         self.print(f"run {self.run_dir.name} in {self.run_dir}")
         self._await_page()
-        self.print(f"daemon: process {self.daemon.pid}, page {self.url}")
+        self.print(self.machines.words)
         self.print("trainer: 2 pipeline stages x 2 replicas, 4 micro-batches, every module's activations off")
-        command = [
-            sys.executable, str(self._example / "launch.py"), "-n", str(NUM_RANKS), "--",
-            str(self._example / "train.py"), "--steps", str(plan.num_steps), "--faults", str(self._faults),
-            "--sentinel-config", str(self._monitor),
-        ]  # fmt: skip
-        environment = {**os.environ, "SENTINEL_DIR": str(self.run_dir.parent), "SENTINEL_RUN": self.run_dir.name}
+        deadline = time.monotonic() + TRAINING_LIMIT_S
+        log = self.machines.private / "trainer.log"
+        readers = self._start_trainers(log)
+        news = self._news()
+        while any(one.poll() is None for one in self._trainers) and not any(one.poll() for one in self._trainers):
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the trainer took more than {TRAINING_LIMIT_S:g} s; see {log}")
+            self._print_all(next(news))
+            self._watch()
+            time.sleep(0.05)
+        failed = next((one.returncode for one in self._trainers if one.poll()), 0)
+        if failed:
+            raise ConfigError(f"the trainer ended with exit code {failed}; see {log}")
+        for reader in readers:
+            reader.join(2)
+        self._await_diagnoses()
+        self._print_all(next(news))
+        self._show.close()
+
+    def _start_trainers(self, log: Path) -> list[threading.Thread]:
+        """Start the ranks; returns the threads that read what they print."""
+        environment = dict(os.environ)
         for variable in ("SENTINEL_DISABLE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(variable, None)
         root = str(Path(sentinel.__file__).parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        log = (self.run_dir / "demo" / "trainer.log").open("w")
-        self._trainer = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        reader = threading.Thread(target=self._read_trainer, args=(self._trainer,), name="trainer-output", daemon=True)
-        reader.start()
-        deadline = time.monotonic() + TRAINING_LIMIT_S
-        news = self._news()
-        while self._trainer.poll() is None:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"the trainer took more than {TRAINING_LIMIT_S:g} s; see {log.name}")
-            self._print_all(next(news))
-            self._watch_daemon()
-            time.sleep(0.05)
-        reader.join(2)
-        if self._trainer.returncode:
-            raise ConfigError(f"the trainer ended with exit code {self._trainer.returncode}; see {log.name}")
-        self._await_diagnoses()
-        self._print_all(next(news))
-        self._show.close()
+        readers = []
+        with log.open("w") as errors:
+            for one in self.machines.launches():
+                command = [
+                    sys.executable, str(self._example / "launch.py"), *one.options, "--",
+                    str(self._example / "train.py"), "--steps", str(self.plan.num_steps), "--faults", str(self._faults),
+                    "--sentinel-config", str(self._monitor), "--step-time", str(self.plan.step_time_s),
+                ]  # fmt: skip
+                trainer = subprocess.Popen(
+                    command, env={**environment, "SENTINEL_DIR": str(one.runs), "SENTINEL_RUN": one.run},
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+                )  # fmt: skip
+                self._trainers.append(trainer)
+                readers.append(
+                    threading.Thread(target=self._read_trainer, args=(trainer,), name="trainer-output", daemon=True)
+                )
+                readers[-1].start()
+        return readers
 
     def scene(self, seconds: float) -> Scene:
         """Return what files, receiver and /metrics hold at the end. seconds: that the demo took."""
@@ -159,16 +180,18 @@ class Stage:
             if message.to == "webhook"
             for alert in message.body["alerts"]
         ]
-        num_judged, num_dropped = (self._gauge(f"sentinel_{name}_total") for name in ("steps_judged", "rows_dropped"))
         outcome = judge(
             self.plan, read_anomalies(self.run_dir), read_incidents(self.run_dir), notified,
-            num_judged=int(sum(num_judged)), num_dropped=int(sum(num_dropped)),
+            num_judged=num_judged(self.run_dir), num_dropped=int(sum(self._gauge("sentinel_rows_dropped_total"))),
             texts=[message.text for message in self.receiver.messages if message.to == "Slack"],
         )  # fmt: skip
+        outcome = msgspec.structs.replace(
+            outcome, claims=outcome.claims + self.machines.claims(self.plan, self.receiver.messages)
+        )
         steps = [step for step in (outcome.black_box_step, outcome.escalated_step) if step is not None]
         return Scene(
             plan=self.plan, outcome=outcome, topk={step: self._topk(outcome, step) for step in steps},
-            messages=list(self.receiver.messages), gauges=self._gauges(), run_dir=self.run_dir, url=self.url,
+            messages=list(self.receiver.messages), gauges=self._gauges(), run_dir=self.run_dir, url=self.machines.url,
             seconds=seconds, postmortem=self._postmortem(),
         )  # fmt: skip
 
@@ -184,7 +207,7 @@ class Stage:
 
     def _topk(self, outcome: DemoOutcome, step: int) -> list[dict[str, Any]]:
         """Return what `sentinel topk` says of one step of the incident."""
-        out = self.run_dir / "demo" / f"topk-{step}"
+        out = self.machines.private / f"topk-{step}"
         command = [
             sys.executable, "-m", "sentinel.cli", "topk", "-d", str(self.run_dir), "-k", "5", "-s", str(step), "--json",
             "-o", str(out),
@@ -199,7 +222,7 @@ class Stage:
 
     def _postmortem(self) -> str:
         """Write the run's post-mortem, and return its file; empty where that cannot be done."""
-        path = self.run_dir / "demo" / "postmortem.html"
+        path = self.machines.private / "postmortem.html"
         command = [sys.executable, "-m", "sentinel.cli", "report", str(self.run_dir), "-o", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
@@ -209,38 +232,38 @@ class Stage:
     def close(self) -> None:
         """End the processes that were started."""
         self._show.close()
-        if self._trainer is not None and self._trainer.poll() is None:
-            self._trainer.terminate()
+        for trainer in self._trainers:
+            if trainer.poll() is None:
+                trainer.terminate()
+        for trainer in self._trainers:
             try:
-                self._trainer.wait(10)
+                trainer.wait(10)
             except subprocess.TimeoutExpired:
-                self._trainer.kill()
-                self._trainer.wait()
-        self.daemon.finish(DRAIN_LIMIT_S)
+                trainer.kill()
+                trainer.wait()
+        self.machines.finish(DRAIN_LIMIT_S)
         self.receiver.close()
 
     def _await_page(self) -> None:
-        where = self.run_dir / ".daemon" / "http.json"
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            self._watch_daemon()
-            try:
-                self.url = str(json.loads(where.read_bytes())["url"]).rstrip("/")
-                return
-            except (OSError, ValueError, KeyError):
-                time.sleep(0.05)
-        raise ConfigError(f"the daemon did not come up within 20 s; see {self.run_dir / '.daemon' / 'daemon.log'}")
+        deadline = time.monotonic() + BEGIN_LIMIT_S
+        while not self.machines.is_ready:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"what judges did not come up within {BEGIN_LIMIT_S:g} s; see {self.machines.state_log}")
+            self._watch()
+            time.sleep(0.05)
 
-    def _watch_daemon(self) -> None:
-        self.daemon.watch()
-        if self.daemon.problem:
-            raise ConfigError(self.daemon.problem)
+    def _watch(self) -> None:
+        self.machines.watch(
+            self._step, self.receiver.messages, lambda: int(sum(self._gauge("sentinel_notifications_pending")))
+        )
+        if self.machines.problem:
+            raise ConfigError(self.machines.problem)
 
     def _await_diagnoses(self) -> None:
         wanted = self.plan.num_steps - 1
         deadline = time.monotonic() + DRAIN_LIMIT_S
         while time.monotonic() < deadline:
-            self._watch_daemon()
+            self._watch()
             judged = self._gauge("sentinel_judged_step")
             if judged and judged[0] >= wanted and not any(self._gauge("sentinel_notifications_pending")):
                 return
@@ -252,7 +275,7 @@ class Stage:
 
     def _scrape(self) -> str:
         try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.machines.url}/metrics", timeout=5) as answer:
                 return str(answer.read(), "utf-8")
         except OSError:
             return ""
@@ -262,7 +285,8 @@ class Stage:
         for line in trainer.stdout:
             step = re.match(r"step\s+(\d+)", line)
             if step:
-                self._show.step(int(step[1]), line.rstrip())
+                self._step = int(step[1])
+                self._show.step(self._step, line.rstrip())
 
     def _received(self, message: Message) -> None:
         if message.to != "webhook":
@@ -315,6 +339,15 @@ def _find_example() -> Path:
     except ImportError as error:
         raise ConfigError("the demo trains a model and needs torch: pip install sentinel[train]") from error
     return folder
+
+
+def num_judged(run_dir: Path) -> int:
+    """Return how many steps of a run were judged, by its journal: a daemon's own counts begin anew with its process."""
+    journal = Journal(RunPaths.of(run_dir).journal, read_only=True)
+    try:
+        return sum(isinstance(decode_decision(kind, body), Decision) for _, kind, body in journal.decisions())
+    finally:
+        journal.close()
 
 
 def read_anomalies(run_dir: Path) -> list[Anomaly]:

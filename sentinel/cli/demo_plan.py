@@ -18,6 +18,8 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The faults that are planted, known to the trainer and to this file, never to the daemon."""
 
     num_steps: int = 290
+    step_time_s: float = 0.0
+    """Seconds that a step takes at least."""
     batch_step: int = 160
     """Step whose batch is corrupted, on every replica."""
     nan_steps: tuple[int, ...] = (230, 240, 250, 260, 270, 280)
@@ -38,6 +40,14 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
                 "dp_rank": self.dp_rank, "micro_step": self.micro_step,
             },
         ]  # fmt: skip
+
+
+FLEET_PLAN = DemoPlan(
+    num_steps=330, step_time_s=0.1, batch_step=110, nan_steps=(270, 280, 290, 300, 310, 320), module="blocks.2.mlp.fc1",
+    segment="blocks.2", rank=3,
+)  # fmt: skip
+"""Of two nodes with two ranks each: the NaN is on the second node. Between the faults is time for another join to take over:
+12 s at least, by the seconds that a step takes."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

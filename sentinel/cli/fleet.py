@@ -1,4 +1,4 @@
-"""`sentinel fleet status`: where the spools of all nodes stand, as nodes and join say it on the broker."""
+"""`sentinel fleet`: a fleet of one machine, and where the spools of all nodes stand, as nodes and join say it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from sentinel.cli.broker_options import broker_options
+from sentinel.cli.fleet_up import up
 from sentinel.errors import StoreError
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.overheard import NodeStatus, overhear
@@ -16,6 +17,9 @@ from sentinel.fleet.overheard import NodeStatus, overhear
 @click.group()
 def fleet() -> None:
     """Look after a fleet: nodes that ship, and the join that judges."""
+
+
+fleet.add_command(up)
 
 
 @fleet.command()

@@ -52,4 +52,6 @@ def publish(
     shipping = Shipping(runs, broker, drain_s=drain_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
+    # `sentinel fleet up` starts us with SIGTERM held back.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     return 0 if asyncio.run(shipping.run()) else 1

@@ -30,6 +30,7 @@ from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
 from sentinel.errors import StoreError
 from sentinel.ingest.away_rows import RowSource
+from sentinel.join_health import JoinHealth
 from sentinel.judge.packs import RulePacks
 from sentinel.private_files import make_directory, refuse_foreign
 from sentinel.report.heartbeat import HeartbeatSender
@@ -82,6 +83,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     standby_of: Callable[[], str] = lambda: ""
     """Returns who judges in our place, whatever the locks of runs say; empty: nobody. A daemon that judged before judges no
     more then, and is to be stopped."""
+    join_health: Callable[[], JoinHealth] | None = None
+    """Returns how the join is whose daemon this is, for any thread; None: it is no join's."""
     is_dry_run: bool = False
     """Nothing is sent: the log says what would be."""
 
@@ -123,6 +126,7 @@ class Daemon:
         self._address = PageAddress(self._state, options.directory)
         self.api = ServedApi(self._packs, self._config, self._notifying, self._silences, self._requests.reload, self._meters)
         self.api.state.heartbeat = _heartbeat(options.config, environ, self.api.state.is_at_work)
+        self.api.state.join_health = options.join_health
         self.api.links = _links(options.config)
         self._http: HttpServer | None = None
         self._outside_packages = OutsidePackages()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.serving import ServedRun
+from sentinel.join_health import JoinHealth
 from sentinel.judge.packs import RulePacks
 from sentinel.report.heartbeat import HeartbeatSender
 from sentinel.report.silences import Silences
@@ -26,6 +27,8 @@ class DaemonHealth:
         self.is_stopping = False
         self.heartbeat: HeartbeatSender | None = None
         """None: none is configured."""
+        self.join_health: Callable[[], JoinHealth] | None = None
+        """How the join is whose daemon this is; None: it is no join's."""
         self.http_problems: list[str] = []
         """Why files of tokens or certificates are not in force as they are now."""
         self.runs: Mapping[str, ServedRun] = {}
@@ -98,6 +101,8 @@ class DaemonHealth:
         problems += [f"sink {name}: {problem}" for name, problem in sorted(self._notifying.notifier.problems().items())]
         if self.heartbeat is not None and self.heartbeat.problem:
             problems.append(f"heartbeat: {self.heartbeat.problem}")
+        if self.join_health is not None:
+            problems += self.join_health().problems
         problems += [
             f"run {name}: {problem}" for name, run in sorted(self.runs.items()) for problem in run.status.problems()
         ]

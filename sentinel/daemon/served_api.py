@@ -201,6 +201,7 @@ class ServedApi:
             heartbeats=None if beat is None else dict(beat.counts),
             heartbeat_time=None if beat is None else beat.last_taken,
             certificate_expiry_time=self.certificate_expires,
+            join=None if self.state.join_health is None else self.state.join_health(),
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.fleet.join_lease import MAX_RECORDS
-from sentinel.fleet.subjects import LEASE, LEASES, RAW, STREAM
+from sentinel.fleet.subjects import LEASE, LEASES, RAW, STREAM, inbox
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -87,6 +87,11 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return context
 
 
+def _is_no_note_of_ends(record: logging.LogRecord) -> bool:
+    """Return whether a line of asyncio is any but that with which each end of a TLS connection of nats-py is noted."""
+    return "eof_received" not in str(record.msg)
+
+
 def without_password(server: str) -> str:
     """Return an address without who may use it."""
     return re.sub(r"//[^@/]*@", "//***@", server)
@@ -126,9 +131,11 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     if (login := config.login()) is not None:
         # Asked for at each connection: a password is changed without a restart.
         options = {"user": lambda: (config.login() or login)[0], "password": lambda: (config.login() or login)[1]}
+        options["inbox_prefix"] = inbox(login[0])
     tls = config.tls()
     if tls is not None:
         options["tls"] = tls
+        logging.getLogger("asyncio").addFilter(_is_no_note_of_ends)
     await client.connect(
         config.servers, name=name, max_reconnect_attempts=-1, reconnect_time_wait=RECONNECT_S, connect_timeout=2,  # type: ignore[arg-type]
         ping_interval=5, max_outstanding_pings=2, error_cb=note, reconnected_cb=connected, **options,
@@ -154,7 +161,13 @@ async def ensure_streams(jetstream: JetStreamContext, max_bytes: int) -> None:
     )  # fmt: skip
     for config in (leases, chunks):
         try:
-            await jetstream.stream_info(str(config.name))
+            found = (await jetstream.stream_info(str(config.name))).config
         except NotFoundError:
             await jetstream.add_stream(config)
             log.info("stream %s: made", config.name)
+        else:
+            if found.subjects != config.subjects:
+                # An earlier version's; what lies in it is read from the spools again.
+                found.subjects = config.subjects
+                await jetstream.update_stream(found)
+                log.info("stream %s: takes %s now", config.name, ", ".join(config.subjects or ()))

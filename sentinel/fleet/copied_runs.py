@@ -36,6 +36,7 @@ from sentinel.fleet.sealed import (
 )
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import last_index
+from sentinel.join_health import JoinHealth, NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
 from sentinel.wire.pulse import NAME as PULSE
@@ -50,6 +51,11 @@ MAX_HELD_BYTES = 64 * 2**20
 """Most bytes of chunks that are held; past it nothing more is taken from the stream."""
 MAX_ANSWERED_BYTES = 256 * 2**10
 """Most bytes of commands in one answer; the others come with the next."""
+FORGOTTEN_S = 3600.0
+"""A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
+REFUSED_S = 300.0
+"""What was refused within so long is a problem."""
+MAX_REFUSED_SAID = 8
 OWNER = "node"
 """File in the folder of a copy that names the node from which it comes."""
 
@@ -63,6 +69,8 @@ class _Run:
         """Node -> when its newest beat came, monotonic seconds."""
         self.seen_until: dict[str, float] = {}
         """Node -> the moment of this clock as of which its heads are known."""
+        self.spoke: dict[str, tuple[float, int, float]] = {}
+        """Node -> (when its newest beat came, bytes that wait there, seconds for which they have)."""
         self.held: deque[tuple[float, SpoolChunk]] = deque()
 
 
@@ -83,9 +91,12 @@ class CopiedRuns:
         on_problem: told of each thing that is refused, once."""
         self.directory, self.join = directory, join
         self.counts: Counter[str] = Counter()
-        """chunks, bytes, repeated, early, refused: since the beginning."""
+        """chunks, bytes, repeated, dropped, refused: since the beginning."""
         self.refused: dict[str, str] = {}
         """What is refused -> why."""
+        self.disk_problem = ""
+        """Why the newest bytes could not be written; empty: they were."""
+        self._refused_at: dict[str, float] = {}
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _Run] = {}
         self._rows: dict[str, FetchedRows] = {}
@@ -180,10 +191,16 @@ class CopiedRuns:
             run = self._runs.setdefault(beat.run, _Run())
             now = self._clock()
             run.heard[beat.node] = now
+            run.spoke[beat.node] = (
+                now,
+                sum(one.waiting_bytes for one in beat.spools.values()),
+                max((one.waiting_s for one in beat.spools.values()), default=0.0),
+            )
             if beat.echo[0] == self.join:
                 run.seen_until[beat.node] = max(run.seen_until.get(beat.node, 0.0), beat.echo[1] / 1e9)
             if beat.is_leaving:
                 run.heard.pop(beat.node, None)
+                run.spoke.pop(beat.node, None)
             rows = self._rows_of(beat.run)
             spools = {folder: self._answered(run, beat, folder, head) for folder, head in beat.spools.items()}
             return Answer(
@@ -211,6 +228,39 @@ class CopiedRuns:
             now = self._clock()
             return {name: {node: now - at for node, at in run.heard.items()} for name, run in self._runs.items()}
 
+    def health(self) -> JoinHealth:
+        """Return what is known of nodes, of what is held, and of what went wrong; for any thread."""
+        with self._lock:
+            now = self._clock()
+            nodes = dict[str, NodeHealth]()
+            for run in self._runs.values():
+                for node, (at, lag_bytes, lag_s) in run.spoke.items():
+                    if now - at >= FORGOTTEN_S:
+                        continue
+                    other = nodes.get(node)
+                    nodes[node] = NodeHealth(
+                        node=node,
+                        silent_s=now - at if other is None else min(now - at, other.silent_s),
+                        lag_bytes=lag_bytes + (0 if other is None else other.lag_bytes),
+                        lag_s=max(lag_s, 0.0 if other is None else other.lag_s),
+                    )
+            silent = sorted(one.node for one in nodes.values() if one.silent_s >= SILENT_S)
+            problems = [f"the copies cannot be written: {self.disk_problem}"] if self.disk_problem else []
+            if silent:
+                more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
+                names = ", ".join(map(printable, silent[:8])) + more
+                problems.append(f"nodes that said nothing for {SILENT_S:g} s or longer, and are waited for no more: {names}")
+            if self.is_full:
+                problems.append(f"{self._held_bytes >> 20} MiB are held for nodes that are behind: nothing more is taken")
+            recent = [self.refused[what] for what, at in self._refused_at.items() if now - at < REFUSED_S]
+            problems += recent[:MAX_REFUSED_SAID]
+            if len(recent) > MAX_REFUSED_SAID:
+                problems.append(f"and {len(recent) - MAX_REFUSED_SAID} further refusals")
+            return JoinHealth(
+                nodes=tuple(nodes.values()), num_silent=len(silent), held_bytes=self._held_bytes,
+                are_copies_refused=bool(self.disk_problem), counts=dict(self.counts), problems=tuple(problems),
+            )  # fmt: skip
+
     def _release(self, name: str, run: _Run, now: float) -> int:
         if now - self._begun < self._begin_s and run.held:
             return 0
@@ -228,10 +278,15 @@ class CopiedRuns:
         repeated, dropped = copy.num_repeated, copy.num_dropped
         try:
             num_new = copy.take(chunk)
-        except (OSError, WireError) as error:
-            # What the disk does not take is not held, and so comes again.
+        except OSError as error:
+            # It is not held, and so comes again.
+            self._note_disk(f"{copy.folder}: {error.strerror or error}")
+            return 0
+        except WireError as error:
             self._refuse(f"{chunk.run}/{chunk.folder}/{type(error).__name__}", f"run {printable(chunk.run)}: {error}")
             return 0
+        if num_new:
+            self._note_disk("")
         self.counts["bytes"] += num_new
         self.counts["repeated"] += copy.num_repeated - repeated
         self.counts["dropped"] += copy.num_dropped - dropped
@@ -325,7 +380,8 @@ class CopiedRuns:
                 make_directory(path)
                 _put(path / OWNER, json.dumps(node).encode())
             except OSError as error:
-                return f"{path}: {error.strerror or error}"
+                self._note_disk(f"{path}: {error.strerror or error}")
+                return self.disk_problem
             known.owners[folder], known.copies[folder] = node, SpoolCopy(path)
             return ""
         if owner != node:
@@ -351,10 +407,17 @@ class CopiedRuns:
             run.heard = dict.fromkeys(run.owners.values(), self._begun)
             self._runs[run_dir.name] = run
 
+    def _note_disk(self, problem: str) -> None:
+        if problem and problem != self.disk_problem:
+            self._on_problem(problem)
+        self.disk_problem = problem
+
     def _refuse(self, what: str, why: str) -> None:
         if what not in self.refused and len(self.refused) < 1000:
             self.refused[what] = why
             self._on_problem(why)
+        if what in self.refused:
+            self._refused_at[what] = self._clock()
 
 
 def _is_name(name: str) -> bool:

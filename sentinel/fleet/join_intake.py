@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
-from sentinel.fleet.sealed import Beat, DigestPiece, SpoolChunk, seal, unseal, unseal_published
+from sentinel.fleet.sealed import Beat, DigestPiece, Published, SpoolChunk, seal, unseal, unseal_published
+from sentinel.join_health import JoinHealth
+from sentinel.printable import printable
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -69,6 +73,17 @@ class JoinIntake:
         if self._lease.holder not in ("", self._lease.owner):
             return self._lease.holder
         return f"unknown ({self.problem or 'the lease is waited for'})"
+
+    def health(self) -> JoinHealth:
+        """Return what is known of this join, its broker and its nodes. For any thread."""
+        is_active, known = not self.standby_of, self._copies.health()
+        away = (f"broker {self._broker.shown}: {self.problem}",) if self.problem else ()
+        if not is_active:
+            # What nodes say goes to another.
+            return JoinHealth(epoch=self._lease.epoch, is_connected=not away, problems=away)
+        return msgspec.structs.replace(
+            known, is_active=True, epoch=self._lease.epoch, is_connected=not away, problems=away + known.problems
+        )
 
     def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
         """Begin; returns at once. on_lost: called, in another thread, once `lost` says why."""
@@ -253,12 +268,22 @@ class JoinIntake:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
         self.num_taken_bytes += len(message.data)
+        if not self._is_its_own(message, published):
+            return
         if isinstance(published, SpoolChunk):
             self._copies.take_chunk(published)
         elif isinstance(published, DigestPiece):
             self._copies.take_digest(published)
         else:
             self._copies.take_rows(published)
+
+    def _is_its_own(self, message: Msg, said: Published | Beat) -> bool:
+        """Return whether a message came under the name that it has: a broker with permissions vouches for the subject."""
+        if subjects.is_of(message.subject, said.run, said.node):
+            return True
+        why = f"{message.subject}: a message there says that it is node {printable(said.node[:64])}'s: it is refused"
+        self._copies.refuse(f"{message.subject}/{said.node[:64]}", why)
+        return False
 
     async def _take_beat(self, client: Client, message: Msg) -> None:
         from nats.errors import Error
@@ -269,6 +294,8 @@ class JoinIntake:
             beat = unseal(message.data, Beat)
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
+            return
+        if not self._is_its_own(message, beat):
             return
         answer = self._copies.take_beat(beat, is_drained=self._is_drained)
         if answer is not None and client.is_connected:

@@ -57,7 +57,9 @@ class Shipping:
 
     def stop(self) -> None:
         """Have `run` end once the join holds everything, or the time for that is over; for any thread."""
-        if self._loop is not None:
+        if self._loop is None:
+            self._stop.set()
+        else:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
 
@@ -68,12 +70,14 @@ class Shipping:
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
+            await asyncio.wait({connecting}, timeout=self._drain_s)
+        if not connecting.done():
             connecting.cancel()
             return False
         client = await connecting
         log.info("node %s: shipping %s to %s", self._runs.node, self._runs.directory, self._broker.shown)
         try:
-            await client.subscribe(subjects.answer("*", self._runs.node), cb=self._take_answer)
+            await client.subscribe(subjects.answer(None, self._runs.node), cb=self._take_answer)
             beating = asyncio.ensure_future(self._beat(client))
             try:
                 is_drained = await self._ship(client)

@@ -1,6 +1,7 @@
-"""The names under which messages travel: `sn.<run>.raw.<k>`, `sn.<run>.beat.<node>`, `sn.<run>.answer.<node>`.
+"""The names under which messages travel: `sn.<run>.raw.<k>.<node>`, `sn.<run>.beat.<node>`, `sn.<run>.answer.<node>`.
 
-The lease of the join has `sn.lease`.
+The node is in each, so a broker can grant a node its own subjects and no others'. k is its partition, for who reads a part
+of the fleet. The lease of the join has `sn.lease`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import zlib
 
 STREAM = "SENTINEL_RAW"
-RAW = "sn.*.raw.*"
+RAW = "sn.*.raw.*.*"
 LEASES = "SENTINEL_LEASES"
 LEASE = "sn.lease"
 BEATS = "sn.*.beat.*"
@@ -29,16 +30,32 @@ def token(name: str) -> str:
     return f"{plain[: MAX_TOKEN_BYTES - 17]}%{digest}"
 
 
-def raw(run: str, node: str) -> str:
-    """Return the subject of a node's chunks of a run."""
-    return f"sn.{token(run)}.raw.{zlib.crc32(node.encode('utf-8', 'surrogateescape')) % NUM_PARTITIONS}"
+def raw(run: str | None, node: str) -> str:
+    """Return the subject of a node's chunks of a run; None: of any run."""
+    partition = zlib.crc32(node.encode("utf-8", "surrogateescape")) % NUM_PARTITIONS
+    return f"sn.{_run_token(run)}.raw.{partition}.{token(node)}"
 
 
-def beat(run: str, node: str) -> str:
-    """Return the subject of what a node says of a run."""
-    return f"sn.{token(run)}.beat.{token(node)}"
+def beat(run: str | None, node: str) -> str:
+    """Return the subject of what a node says of a run; None: of any run."""
+    return f"sn.{_run_token(run)}.beat.{token(node)}"
 
 
-def answer(run: str, node: str) -> str:
-    """Return the subject of what the join answers a node of a run; `*` for any run."""
-    return f"sn.{run if run == '*' else token(run)}.answer.{token(node)}"
+def answer(run: str | None, node: str) -> str:
+    """Return the subject of what the join answers a node of a run; None: of any run."""
+    return f"sn.{_run_token(run)}.answer.{token(node)}"
+
+
+def inbox(user: str) -> str:
+    """Return the prefix of the subjects at which a user of the broker gets answers to requests, which no other may hear."""
+    return f"_INBOX_{token(user)}" if user else "_INBOX"
+
+
+def is_of(subject: str, run: str, node: str) -> bool:
+    """Return whether a subject is of a run and a node, which a message's body names, but does not prove."""
+    tokens = subject.split(".")
+    return len(tokens) > 2 and tokens[1] == token(run) and tokens[-1] == token(node)
+
+
+def _run_token(run: str | None) -> str:
+    return "*" if run is None else token(run)

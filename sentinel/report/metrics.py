@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from sentinel.anomaly import Severity
+from sentinel.join_health import JoinHealth
 from sentinel.report.durations import Distribution
 
 SEVERITIES: tuple[str, ...] = tuple(severity.value for severity in Severity)
@@ -198,3 +199,5 @@ class MetricsSnapshot(msgspec.Struct, kw_only=True):
     """Seconds since the epoch of the last heartbeat that was taken."""
     certificate_expiry_time: float | None = None
     """Seconds since the epoch at which the certificate ends that HTTP is served with; None: without TLS."""
+    join: JoinHealth | None = None
+    """How the join of a fleet is; None: this daemon is no join's."""

@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from sentinel.printable import printable
-from sentinel.report import run_series
+from sentinel.report import join_series, run_series
 from sentinel.report.durations import Distribution
 from sentinel.report.metrics import (
     CONFIGURED,
@@ -37,7 +37,7 @@ MAX_RUNS = 100
 """Runs shown at once, those that are live and those with the newest records first."""
 MAX_SINKS = 12
 """Sinks shown, in the order of the configuration."""
-DAEMON_SERIES = 500
+DAEMON_SERIES = 540
 """Room kept for what is said of the daemon itself, `MAX_SINKS` sinks and `MAX_MIRRORS` mirrors included."""
 MAX_MIRRORS = 12
 """Mirrors shown, in the order of their names."""
@@ -114,6 +114,7 @@ class MetricsCollector(Collector):
         yield from _stages(snapshot)
         yield from _disks(snapshot)
         yield from _heartbeats(snapshot)
+        yield from join_series.families(snapshot.join)
 
 
 def label_value(value: str) -> str:

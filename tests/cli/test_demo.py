@@ -12,6 +12,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.demo_falsehoods import falsehoods
+from sentinel.cli.demo_machines import ILL_NODE, TwoNodes
 from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
@@ -142,3 +143,39 @@ def test_receiver_keeps_what_it_is_sent() -> None:
     assert (
         [(one.to, one.text) for one in received] == [("Slack", "loss spike")] == [(m.to, m.text) for m in receiver.messages]
     )
+
+
+class Running:
+    """A fleet whose processes have these ids now."""
+
+    def __init__(self, **pids: int | None) -> None:
+        self.pids = {name.replace("_", "-"): pid for name, pid in pids.items()}
+
+    def pid(self, name: str) -> int | None:
+        return self.pids[name]
+
+
+def a_message(*keys: str, repeated: bool = False) -> Message:
+    return Message(to="webhook", body={"alerts": [{"key": key, "repeated": repeated} for key in keys]})
+
+
+@pytest.mark.parametrize(
+    ("join", "messages", "holds"),
+    [
+        (12, [a_message("a"), a_message("b")], [True, True]),
+        (12, [a_message("a"), a_message("a", repeated=True)], [True, True]),
+        (12, [a_message("a"), a_message("a")], [True, False]),
+        (12, [], [True, False]),
+        (2, [a_message("a")], [False, True]),
+        (None, [a_message("a")], [False, True]),
+    ],
+)
+def test_on_two_nodes_it_wants_kills_and_each_message_once(
+    tmp_path: Path, join: int | None, messages: list[Message], holds: list[bool]
+) -> None:
+    machines = TwoNodes(tmp_path, PLAN, lambda words: None)
+    machines._fleet = Running(join=join, node_2=11)  # type: ignore[assignment]
+    assert not machines.claims(PLAN, messages)[0].holds
+
+    machines._killed = {ILL_NODE: 1, "join": 2}
+    assert [claim.holds for claim in machines.claims(PLAN, messages)] == holds

@@ -46,3 +46,6 @@ def test_who_waits_for_a_broker_names_no_join_that_it_has_not_heard_of(tmp_path:
     intake = JoinIntake(CopiedRuns(tmp_path, "j1"), BrokerConfig(server=NOWHERE), JoinLease("j1"))
 
     assert intake.standby_of == "unknown (no broker is reached yet)"
+    health = intake.health()
+    assert (health.is_active, health.is_connected) == (False, False)
+    assert health.problems == (f"broker {NOWHERE}: no broker is reached yet",)

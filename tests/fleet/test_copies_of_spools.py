@@ -10,9 +10,10 @@ import pytest
 
 from sentinel.errors import ConfigError, WireError
 from sentinel.fleet.broker import BrokerConfig
-from sentinel.fleet.copied_runs import SILENT_S, CopiedRuns
+from sentinel.fleet.copied_runs import FORGOTTEN_S, REFUSED_S, SILENT_S, CopiedRuns
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
 from sentinel.fleet.sealed import Answer, Beat, FilePlace, SpoolChunk, seal, unseal
+from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import SpoolCursor
 from sentinel.fleet.subjects import raw, token
 from sentinel.wire.spool import read_ack, write_ack
@@ -225,6 +226,44 @@ def test_nothing_is_released_before_the_other_node_has_spoken(tmp_path: Path) ->
     assert fleet.copies.on_the_way("run") == frozenset(), "who is silent for long is waited for no more"
 
 
+def test_the_join_says_which_node_is_silent_behind_or_refused_and_which_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path, "n1", "n2")
+    for node in ("n1", "n2"):
+        write(tmp_path / node / "run" / "spool" / FOLDER.replace("3", node[1]), "000000.spool", b"x" * 1000)
+    fleet.talk()
+    healthy = fleet.copies.health()
+    assert {(one.node, one.lag_bytes) for one in healthy.nodes} == {("n1", 1000), ("n2", 1000)}
+    assert (healthy.num_silent, healthy.problems) == (0, ())
+
+    # A full disk is said, and no more once it takes what comes again.
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(SpoolCopy, "take", lambda self, chunk: (_ for _ in ()).throw(full))
+        fleet.settle()
+    said = fleet.copies.health()
+    assert said.are_copies_refused and "cannot be written" in said.problems[0] and "No space left" in said.problems[0]
+    fleet.now += 2 * RESEND_S
+    fleet.settle()
+    fleet.settle()
+    well = fleet.copies.health()
+    assert not well.are_copies_refused and not well.problems and {one.lag_bytes for one in well.nodes} == {0}
+
+    # Another sends what is n1's.
+    write(tmp_path / "n2" / "run" / "spool" / FOLDER.replace("3", "1"), "000000.spool", b"y")
+    fleet.talk()
+    fleet.talk()
+    assert [one for one in fleet.copies.health().problems if "is node n1's, and node n2 sends it too" in one]
+    fleet.now += REFUSED_S
+    del fleet.nodes["n2"]
+    fleet.talk()
+    assert [one.partition(": ")[2] for one in fleet.copies.health().problems] == ["n2"]
+    assert fleet.copies.health().num_silent == 1
+    fleet.now += FORGOTTEN_S
+    assert not fleet.copies.health().nodes
+
+
 def test_commands_reach_each_node_once_byte_for_byte(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a", "b")
     for node, rank in (("a", 0), ("b", 1)):
@@ -261,7 +300,7 @@ def test_subjects_have_one_token_for_any_name() -> None:
 
     assert len({token(name) for name in names}) == len(names)
     for name in names:
-        assert raw(name, "node").count(".") == 3 and not set(raw(name, "node")) & set(" *>\n")
+        assert raw(name, "node").count(".") == 4 and not set(raw(name, "node")) & set(" *>\n")
 
 
 def test_a_password_is_not_shown(tmp_path: Path) -> None:

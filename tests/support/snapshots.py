@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.join_health import JoinHealth, NodeHealth
 from sentinel.report.durations import DurationCounts
 from sentinel.report.metrics import MetricsSnapshot, MirrorCounts, NormAggregate, RunMetrics
 from sentinel.report.pipeline import LATENCY_BOUNDS_S
@@ -26,6 +27,16 @@ def full_run(name: str = "run", **changes: Any) -> RunMetrics:
     return msgspec.structs.replace(full, **changes)
 
 
+def a_join(num_nodes: int = 2000) -> JoinHealth:
+    """Return what a join says of a fleet in which node-0 is the furthest behind."""
+    nodes = [
+        NodeHealth(node=f"node-{number}", silent_s=1.0, lag_bytes=10, lag_s=5000.0 - number) for number in range(num_nodes)
+    ]
+    return JoinHealth(
+        is_active=True, epoch=2, is_connected=True, nodes=tuple(nodes), num_silent=1, held_bytes=7, counts={"refused": 4}
+    )
+
+
 def full_snapshot(runs: tuple[RunMetrics, ...], num_sinks: int = 1, **changes: Any) -> MetricsSnapshot:
     """Return what a daemon says of which everything is configured."""
     sinks = tuple(f"sink-{number}" for number in range(num_sinks))
@@ -36,6 +47,7 @@ def full_snapshot(runs: tuple[RunMetrics, ...], num_sinks: int = 1, **changes: A
         config_hashes={"rules": "f" * 16, "config": "0" * 15 + "1"}, judge_lag=latency.read(),
         delivery_latency=dict.fromkeys(sinks, latency.read()), disks={"state": (1, 10), "runs": (2, 20)},
         heartbeats={"sent": 3, "failed": 1}, heartbeat_time=5.0, certificate_expiry_time=6.0,
-        stages={"judge": (1.5, 3)}, mirrors=dict.fromkeys(map(str, range(num_sinks)), MirrorCounts(num_dropped=1)),
+        join=a_join(), stages={"judge": (1.5, 3)},
+        mirrors=dict.fromkeys(map(str, range(num_sinks)), MirrorCounts(num_dropped=1)),
     )  # fmt: skip
     return msgspec.structs.replace(full, **changes)

@@ -1,4 +1,4 @@
-"""The daemon that `sentinel run` starts beside a command."""
+"""Commands in the background: they import what the command that starts them imports."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.cli.companion import daemon_command
+from sentinel.cli.logged_command import sentinel_command
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_a_folder_here_does_not_stand_in_the_place_of_a_module_of_another_packag
     (tmp_path / "detectors").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
-    command = daemon_command([])
+    command = sentinel_command()
     options = command[1 : command.index("-m")]
 
     # As an editable package is found: behind all directories that are looked in.
@@ -32,4 +32,4 @@ def test_a_daemon_looks_where_the_command_looks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
-    assert daemon_command(["RUN"])[1:] == ["-m", "sentinel.cli", "serve", "RUN"]
+    assert sentinel_command("serve", "RUN")[1:] == ["-m", "sentinel.cli", "serve", "RUN"]

@@ -1,0 +1,88 @@
+"""Who may do what at the broker of a fleet: the permissions of a node, of the join and of who looks on, and their logins.
+
+The names and the forms are those of a nats-server's configuration: `accounts { SENTINEL { users: [...] } }`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.fleet import subjects
+from sentinel.private_files import create_file
+
+JOIN = "join"
+STATUS = "status"
+JETSTREAM_API = "$JS.API.>"
+"""Subjects of requests by which streams and consumers are made, read, purged and deleted."""
+PASSWORD_BYTES = 32
+
+
+class BrokerUser(msgspec.Struct, frozen=True, kw_only=True):
+    """One user, and the subjects that it may publish and subscribe to; everything else is refused by the server."""
+
+    name: str
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def node_user(node: str) -> BrokerUser:
+    """Return the user of a node: it publishes its own chunks and beats, and hears the answers to itself."""
+    return BrokerUser(
+        name=node,
+        publish=(subjects.raw(None, node), subjects.beat(None, node)),
+        subscribe=(subjects.answer(None, node), f"{subjects.inbox(node)}.>"),
+    )
+
+
+def join_user() -> BrokerUser:
+    """Return the user of all joins: it hears every node, answers, and administers the streams."""
+    return BrokerUser(
+        name=JOIN,
+        publish=(subjects.ANSWERS, subjects.LEASE, JETSTREAM_API),
+        subscribe=(subjects.BEATS, f"{subjects.inbox(JOIN)}.>"),
+    )
+
+
+def status_user() -> BrokerUser:
+    """Return the user of `sentinel fleet status`: it hears beats and answers, and publishes nothing."""
+    return BrokerUser(name=STATUS, publish=(), subscribe=(subjects.BEATS, subjects.ANSWERS))
+
+
+def password_in(login: Path, user: str) -> str:
+    """Return the password of a login file, which is made with a new one where there is none. ConfigError, OSError."""
+    try:
+        lines = login.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        password = secrets.token_urlsafe(PASSWORD_BYTES)
+        with os.fdopen(create_file(login, os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW), "w") as file:
+            file.write(f"{user}\n{password}\n")
+        return password
+    if len(lines) < 2 or lines[0] != user or len(lines[1]) < 16:
+        raise ConfigError(f"{login}: expected user {user} and a password in two lines, got others; delete it for new ones")
+    return lines[1]
+
+
+def accounts(users: list[tuple[BrokerUser, str]]) -> str:
+    """Return the lines of a nats-server's configuration that know these users, each with its password."""
+    lines = ["accounts {", "  SENTINEL {", "    jetstream: enabled", "    users: ["]
+    for user, password in users:
+        # A list that is empty allows everything: what may publish nothing is denied all.
+        publish = f"allow: {_list(user.publish)}" if user.publish else 'deny: [">"]'
+        lines.append(
+            f"      {{ user: {_quoted(user.name)}, password: {_quoted(password)}, permissions: "
+            f"{{ publish: {{ {publish} }}, subscribe: {{ allow: {_list(user.subscribe)} }} }} }}"
+        )
+    return "\n".join([*lines, "    ]", "  }", "}", ""])
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return f"[{', '.join(map(_quoted, names))}]"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()

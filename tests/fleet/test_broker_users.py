@@ -1,0 +1,186 @@
+"""What a node may do at a broker that knows its users: publish as itself. All else the server refuses, and the join too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+from nats.errors import Error
+from nats.errors import TimeoutError as NatsTimeout
+from nats.js.errors import APIError
+
+from sentinel.cli.logged_command import LoggedCommand
+from sentinel.fleet import subjects
+from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
+from sentinel.fleet.broker_certificates import RENEWED_DAYS, VALID_DAYS, BrokerCertificates
+from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.join_intake import JoinIntake
+from sentinel.fleet.join_lease import JoinLease
+from sentinel.fleet.own_broker import OwnBroker
+from sentinel.fleet.sealed import VERSION, FilePlace, SpoolChunk, seal
+
+from ..support.ports import free_port
+from ..support.servers import need
+
+NOW = datetime.datetime(2026, 11, 27, tzinfo=datetime.UTC)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnBroker]:
+    need("nats-server")
+    directory = tmp_path_factory.mktemp("fleet")
+    own = OwnBroker(directory, ["node-1", "node-2"], free_port())
+    own.prepare()
+    server = LoggedCommand(own.command, directory / "log")
+    server.start()
+    yield own
+    server.end(20.0)
+
+
+def as_user(broker: OwnBroker, user: str, act: Callable[[Client, list[str]], Awaitable[None]]) -> list[str]:
+    """Act as a user of the broker; returns what the server refused, in its own words."""
+    refused: list[str] = []
+
+    async def run() -> None:
+        client = await asyncio.wait_for(connect(broker.access(user), "test"), 60.0)
+
+        async def note(error: Exception) -> None:
+            refused.append(str(error))
+
+        client._error_cb = note
+        try:
+            await act(client, refused)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+    return refused
+
+
+async def until_refused(refused: list[str], subject: str) -> None:
+    """Wait for the server's refusal: it says so after the client thinks that all is done."""
+    async with asyncio.timeout(60.0):
+        while not any(subject.lower() in one.lower() for one in refused):
+            await asyncio.sleep(0.01)
+
+
+async def has_streams(client: Client) -> bool:
+    jetstream = client.jetstream()
+    return [(await jetstream.stream_info(name)).config.name for name in (subjects.STREAM, subjects.LEASES)] == [
+        subjects.STREAM, subjects.LEASES,
+    ]  # fmt: skip
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_node_publishes_as_itself_and_as_no_other(broker: OwnBroker) -> None:
+    async def make(client: Client, refused: list[str]) -> None:
+        await ensure_streams(client.jetstream(), STREAM_BYTES >> 8)
+        assert await has_streams(client)
+
+    async def publish(client: Client, refused: list[str]) -> None:
+        # What is its own goes through, and is acknowledged into its own inbox.
+        assert (await client.jetstream().publish(subjects.raw("run", "node-1"), b"mine", timeout=60.0)).seq == 1
+        for other in (
+            subjects.raw("run", "node-2"), subjects.beat("run", "node-2"), subjects.answer("run", "node-1"), subjects.LEASE,
+            # The partition is not what the right is by.
+            subjects.raw("run", "node-1").replace("node-1", "node-3"),
+        ):  # fmt: skip
+            await client.publish(other, b"forged")
+            await until_refused(refused, f'publish to "{other}"')
+        for subject in (subjects.answer("run", "node-2"), subjects.BEATS, f"{subjects.inbox('node-2')}.>", "_INBOX.>", ">"):
+            await client.subscribe(subject)
+            await until_refused(refused, f'subscription to "{subject}"')
+
+    async def count(client: Client, refused: list[str]) -> None:
+        assert (await client.jetstream().stream_info(subjects.STREAM)).state.messages == 1
+
+    assert not as_user(broker, "join", make)
+    assert as_user(broker, "node-1", publish)
+    assert not as_user(broker, "join", count)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_node_makes_deletes_and_purges_no_stream(broker: OwnBroker) -> None:
+    async def administer(client: Client, refused: list[str]) -> None:
+        jetstream = client.jetstream(timeout=0.2)
+        for act, subject in (
+            (jetstream.add_stream(name="MINE", subjects=["mine"]), "$JS.API.STREAM.CREATE.MINE"),
+            (jetstream.delete_stream(subjects.STREAM), f"$JS.API.STREAM.DELETE.{subjects.STREAM}"),
+            (jetstream.purge_stream(subjects.STREAM), f"$JS.API.STREAM.PURGE.{subjects.STREAM}"),
+            (jetstream.get_msg(subjects.LEASES, 1), f"$JS.API.STREAM.MSG.GET.{subjects.LEASES}"),
+        ):
+            with contextlib.suppress(NatsTimeout, TimeoutError, APIError, Error):
+                await act
+            await until_refused(refused, f'publish to "{subject}"')
+
+    async def look(client: Client, refused: list[str]) -> None:
+        await ensure_streams(client.jetstream(), STREAM_BYTES >> 8)
+        assert await has_streams(client)
+
+    assert not as_user(broker, "join", look)
+    assert as_user(broker, "node-1", administer)
+    assert as_user(broker, "status", administer)
+    assert not as_user(broker, "join", look)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_whoever_has_no_login_is_not_let_in(broker: OwnBroker, tmp_path: Path) -> None:
+    login = tmp_path / "login"
+    login.write_text("node-1\nguessed\n")
+    login.chmod(0o600)
+    access = broker.access("node-1")
+
+    for other in (
+        BrokerConfig(server=access.server, ca_file=access.ca_file),
+        BrokerConfig(server=access.server, ca_file=access.ca_file, login_file=str(login)),
+    ):
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(connect(other, "test"), 1.0))
+
+
+class Came:
+    """A message as the client hands it over."""
+
+    def __init__(self, subject: str, data: bytes) -> None:
+        self.subject, self.data = subject, data
+        self.metadata = self
+        self.sequence = self
+        self.stream = 1
+
+
+def test_the_join_takes_from_a_subject_what_is_its_nodes_alone(tmp_path: Path) -> None:
+    problems: list[str] = []
+    copies = CopiedRuns(tmp_path, "j1", on_problem=problems.append)
+    intake = JoinIntake(copies, BrokerConfig(server="nats://127.0.0.1:9"), JoinLease("j1"))
+    folder = "r00000-0123abcd"
+    chunk = SpoolChunk(
+        version=VERSION, node="node-1", run="run", folder=folder, file="000000.spool", offset=0, after=FilePlace(), size=0,
+        data=b"x",
+    )  # fmt: skip
+
+    for subject in (subjects.raw("run", "node-2"), subjects.raw("other", "node-1"), "sn.run"):
+        intake._take_message(Came(subject, seal(chunk)))  # type: ignore[arg-type]
+    assert copies.counts["refused"] == 3 and not copies.counts["chunks"]
+    assert len(problems) == 3 and "node-1" in problems[0]
+    intake._take_message(Came(subjects.raw("run", "node-1"), seal(chunk)))  # type: ignore[arg-type]
+    assert copies.counts["chunks"] == 1
+
+
+def test_certificates_are_made_anew_before_they_expire(tmp_path: Path) -> None:
+    certificates = BrokerCertificates(tmp_path)
+
+    assert certificates.renew(NOW)
+    before = certificates.certificate.read_bytes()
+    assert not certificates.renew(NOW + datetime.timedelta(days=VALID_DAYS - RENEWED_DAYS - 1))
+    assert certificates.certificate.read_bytes() == before
+    assert certificates.renew(NOW + datetime.timedelta(days=VALID_DAYS - RENEWED_DAYS + 1))
+    assert certificates.certificate.read_bytes() != before
+    assert all(path.stat().st_mode & 0o77 == 0 for path in tmp_path.iterdir())
