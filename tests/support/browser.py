@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 BROWSERS = ("chromium-headless-shell", "chromium")
-"""The first that is there is taken: the same engine without a window costs 0.25 s of processor time a page, in place of 2."""
+"""The first that is there is taken: without a window a page costs 0.25 s of processor time, in place of 2."""
 
 
 @contextlib.contextmanager
