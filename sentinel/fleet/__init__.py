@@ -1,6 +1,7 @@
 """The fleet: ranks on machines without a shared file system, judged in one place, over a NATS JetStream server.
 
 In: spools on the disks of nodes, as trainers write them; at the join, messages of nodes.
-Out: at the join, a copy of each spool, byte for byte, for the daemon to judge; at the nodes, `ack` files and commands.
-Never: judges, reads what a frame says beyond its length, deletes what no join has committed, touches a trainer.
+Out: at the join, for the daemon to judge, a copy of each spool, byte for byte or without rows, and digests that stand for
+these; at the nodes, `ack` files and commands.
+Never: judges, deletes what no join has committed, touches a trainer.
 """

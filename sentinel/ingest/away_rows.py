@@ -63,8 +63,8 @@ class AwayRankStep(RankStep, frozen=True, kw_only=True):
     rows_seen: list[npt.NDArray[np.void]] = []
     """The rows, once they were asked for."""
 
-    @property
-    def rows(self) -> npt.NDArray[np.void]:  # type: ignore[misc] # what lies in the field is never looked at
+    @property  # type: ignore[misc] # what lies in the field of this name is never looked at
+    def rows(self) -> npt.NDArray[np.void]:
         """[num_rows] ROW_DTYPE."""
         if not self.rows_seen:
             fetched = self.away.of(self.incarnation)

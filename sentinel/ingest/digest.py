@@ -28,6 +28,8 @@ class Digest(NamedTuple):
     bad_rows: npt.NDArray[np.int64]
     odd_copies: npt.NDArray[np.int64]
     """Numbers of replicated shards whose rows do not all have one checksum."""
+    has_rows: npt.NDArray[np.bool_]
+    """[num_copies] whether there is any row of the shard."""
 
     def without(self, is_cut: npt.NDArray[np.bool_]) -> Digest:
         """Return it without the tensors of which rows were lost, [num_tensors]; that one is bad stays."""
@@ -102,4 +104,6 @@ def digest_in_numpy(parts: Sequence[RankStep], tables: RowTables) -> Digest:
     one_of[copies] = checksum
     odd = tables.is_replicated[copies] & (checksum != one_of[copies])
     stats = native.merge_rows(rows, np.where(counted, logical, -1), num_tensors)
-    return Digest(stats, present, is_bad, bad_rows, np.unique(copies[odd]).astype(np.int64))
+    has_rows = np.zeros(nobody + 1, np.bool_)
+    has_rows[copies] = True
+    return Digest(stats, present, is_bad, bad_rows, np.unique(copies[odd]).astype(np.int64), has_rows[:-1])

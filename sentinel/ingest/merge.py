@@ -157,11 +157,12 @@ class ClosedStep:
         merge = layout.node_merges.of(shares, [one.has_rows for one in sums])
         if len(merge.unsplit) or not merge.are_equal([marks for _, marks in made]):
             return None
-        present = np.zeros(len(self.tensors), np.bool_)
+        present, has_rows = np.zeros(len(self.tensors), np.bool_), np.zeros(layout.num_copies, np.bool_)
         for share, one in zip(shares, sums, strict=True):
             present[share.tensor_of[one.present]] = True
-        none = np.empty(0, np.int64)
-        return Digest(merge.merge([one.stats for one in sums]), present, np.zeros(len(present), np.bool_), none, none)
+            has_rows[share.copy_of[one.has_rows]] = True
+        stats, none = merge.merge([one.stats for one in sums]), np.empty(0, np.int64)
+        return Digest(stats, present, np.zeros(len(present), np.bool_), none, none, has_rows)
 
     @property
     def is_of_digests(self) -> bool:

@@ -41,11 +41,11 @@ class NodeMerge:
             words = (share.copy_of[has].astype(np.uint64) + np.uint64(1)) * _MIX
             words = (words ^ (words >> np.uint64(31))) * _MIX
             np.add.at(mark, share.tensor_of_copy[has], words ^ (words >> np.uint64(32)))
-            size = np.bincount(share.tensor_of_copy[has], minlength=len(share.tensor_of))
-            here = np.flatnonzero(size)
+            num_here = np.bincount(share.tensor_of_copy[has], minlength=len(share.tensor_of))
+            here = np.flatnonzero(num_here)
             tensors.append(share.tensor_of[here])
             sets.append(mark[here])
-            sizes.append(size[here])
+            sizes.append(num_here[here])
             at.append(base + here)
             base += len(share.tensor_of)
             reached[share.copy_of[has]] = True

@@ -63,6 +63,10 @@ class NodeShare:
         """[num_copies + 1] whether its copies, here or elsewhere, must be bit-identical."""
         self._salts = np.array([_salt(repr(layout.shards[at])) for at in self.copy_of.tolist()], np.uint64)
         self._tables = dict(zip(self.ranks, zip(to_tensor, to_copy, strict=True), strict=True))
+        self._addresses = {
+            rank: (tensors.ctypes.data, numbers.ctypes.data, len(tensors))
+            for rank, (tensors, numbers) in self._tables.items()
+        }
         hashed = hashlib.blake2b(digest_size=16)
         for rank, tables in self._tables.items():
             hashed.update(rank.to_bytes(4, "little"))
@@ -79,8 +83,7 @@ class NodeShare:
 
     def tables_of(self, rank: int) -> tuple[int, int, int]:
         """Return where a rank's tables of tensors and of copies lie in memory, and how long they are."""
-        logical, copies = self._tables[rank]
-        return logical.ctypes.data, copies.ctypes.data, len(logical)
+        return self._addresses[rank]
 
     def logical_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the number here of the tensor of each local id; -1 for ids that the descriptor does not know."""
@@ -92,10 +95,8 @@ class NodeShare:
 
     def sums(self, parts: Sequence[RankStep], found: Digest | None = None) -> NodeSums:
         """Return what the rows of its ranks come to. parts: of these ranks, rising. found: their digest, if it is known."""
-        found, has_rows = found or digest(parts, self), np.zeros(self.num_copies + 1, np.bool_)
-        for part in parts:
-            has_rows[self.copies_of(part.rank, part.rows["tensor"])] = True
-        return NodeSums(found.stats, found.present, has_rows[:-1])
+        found = found or digest(parts, self)
+        return NodeSums(found.stats, found.present, found.has_rows)
 
     def marks(self, parts: Sequence[RankStep]) -> npt.NDArray[np.uint64]:
         """Return a number for the checksums of each tensor's copied shards, [num_tensors]: machines that hold the same bits

@@ -72,9 +72,11 @@ class StepMaker:
         if self._rows_from is None or not any(isinstance(part, AwayRankStep) for part in parts):
             return []
         of = {one.rank: (one.incarnation, one.last_seq, one.num_rows) for one in decision.ranks}
-        folders = {one.rank: self._received.incarnations[one.incarnation].folder for one in decision.ranks}
+        known = self._received.incarnations
         found = [
-            self._rows_from.digest(decision.step, tuple(of[part.rank] for part in own), [folders[part.rank] for part in own])
+            self._rows_from.digest(
+                decision.step, tuple(of[part.rank] for part in own), [known[part.incarnation].folder for part in own]
+            )
             for own in by_machine(parts)
         ]
         there = [one for one in found if one is not None]

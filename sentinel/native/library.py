@@ -31,7 +31,7 @@ _INTERFACE = 4
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
 
 JudgePlan: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None], int]
-Digested: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Digested: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 DigestRows: TypeAlias = Callable[[bytes, int, int], Digested]
 """See `Library.prepare_plan` and `Library.prepare_digest`."""
 
@@ -320,14 +320,14 @@ class Library:
         return self.prepare_plan(plan, hits)(stats, present, bad, norm_scale)
 
     def prepare_digest(self, left_out: np.ndarray, is_replicated: np.ndarray) -> DigestRows:
-        """Return what merges the rows of one step; it returns (stats, present, bad, bad_rows, odd_copies).
+        """Return what merges the rows of one step; it returns (stats, present, bad, bad_rows, odd_copies, has_rows).
 
         left_out: [tensors] bool, what has no statistics of its own; is_replicated: [copies + 1] bool. A call takes
         parts: the words of STEP_PART for each rank, in the order in which their rows count, of copies the first's; how
         many they are, and num_rows: how many rows in all. stats: [tensors] STATS; present, bad:
         [tensors] bool, whether there is a row that counts, and whether any row holds what is not finite; bad_rows: [bad]
         int64 numbers of those, all parts one behind the other; odd_copies: int64 replicated copies that came with
-        different checksums. A small step keeps the GIL.
+        different checksums; has_rows: [copies] bool, whether there is any row of it. A small step keeps the GIL.
         """
         num_tensors, num_copies = len(left_out), len(is_replicated) - 1
         left_out_at, is_replicated_at = left_out.ctypes.data, is_replicated.ctypes.data
@@ -345,7 +345,9 @@ class Library:
             flags = out[num_stats_bytes:].view(np.bool_)
             bad_rows = words[num_scratch : num_scratch + num_bad].copy() if num_bad else _NONE
             odd = np.flatnonzero(words[num_scratch + num_rows :].view(np.uint8)[:num_copies]) if words[0] else _NONE
-            return out[:num_stats_bytes].view(STATS), flags[:num_tensors], flags[num_tensors:], bad_rows, odd
+            # Behind the number of odd copies: the rank that speaks for each copy, -1 where none does.
+            has_rows = words[1 : num_copies + 1] >= 0
+            return out[:num_stats_bytes].view(STATS), flags[:num_tensors], flags[num_tensors:], bad_rows, odd, has_rows
 
         return digest
 

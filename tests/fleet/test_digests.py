@@ -34,7 +34,7 @@ def recorded(directory: Path, layout: str, num_nodes: int, num_steps: int = STEP
     num_ranks = options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1)
     run = small_run(directory / "run", ranks_per_host=num_ranks // num_nodes, elements=64, **options)
     skewed = BlowUp(step=20, module="layers.0.mlp", factor=4.0, for_steps=12, rank=num_ranks - 1)
-    flipped = BitFlip(step=36, module=run.modules()[1], rank=num_ranks - 1 if options["pp"] == 1 else 1)
+    flipped = BitFlip(step=36, module="layers.0.mlp", rank=num_ranks - 1 if options["pp"] == 1 else 1)
     run.plant(nan_on(run, num_ranks - 1), skewed, LossJump(step=34, factor=50.0), flipped)
     run.write(num_steps)
     return run

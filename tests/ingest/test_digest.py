@@ -71,7 +71,7 @@ def test_c_and_numpy_make_the_same_of_a_step():
     for step in range(20):
         view = make_view(layout, rng, step)
         mine, expected = digest(view.parts, layout), digest_in_numpy(view.parts, layout)
-        for name in ("present", "is_bad", "bad_rows", "odd_copies"):
+        for name in ("present", "is_bad", "bad_rows", "odd_copies", "has_rows"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(expected, name), name)
         for name in STATS_DTYPE.names:
             np.testing.assert_allclose(mine.stats[name], expected.stats[name], rtol=1e-9, atol=1e-9, err_msg=name)
