@@ -10,6 +10,7 @@ differ from one time to the next in ages and in the names of incidents alone. `-
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,6 +44,15 @@ STEPS, SPIKE, BLOWN, RESTARTED, BAD = 300, 115, 165, 210, 250
 EXPERT_STEPS, EXPERT_BAD = 60, 45
 HEADS, TOKENS, TRACED_STEPS = 4, 40, 60
 WIDE, PHONE = (1100, 800), (390, 844)
+
+UNHURRIED = {
+    "sentinel.ingest.liveness.MAX_LOOK_S": 0.0,
+    "sentinel.daemon.live_ranks.LIVE_S": float("inf"),
+    "sentinel.daemon.history_api.WAIT_S": 120.0,
+    "sentinel.daemon.pipeline_api.READ_S": 120.0,
+    "sentinel.daemon.what_if_process.LIMIT_S": 540.0,
+}
+"""Limits of the daemon that a slow machine would show in the pictures: ranks that fell silent, answers that were cut off."""
 
 
 class Shot(NamedTuple):
@@ -131,7 +142,6 @@ def shots(address: str, token: str) -> Sequence[Shot]:
         Shot("page-overview", "/", "table.runs tbody tr", 800),
         Shot("page-run", f"/#/runs/{DENSE}", "ul.incidents li", 1600, lambda page: page.locator(first).nth(3).wait_for()),
         Shot("page-tensors", f"/#/runs/{TRACED}/tensors", "form.acts", 1000, trace),
-        Shot("page-rules", f"/#/runs/{DENSE}/rules?rule=loss-spike&n.k=1000", "text=As a pack", 1600),
         Shot("page-compare", f"/#/compare?a={DENSE}&b={OTHER}", "text=They diverge at", 920),
         Shot("page-layers", f"/#/runs/{DENSE}/layers?kind=activation", "tbody button.plain", 1500, open_tensor),
         Shot("page-pipeline", way, ".pipeline canvas", 800, walk),
@@ -147,6 +157,8 @@ def shots(address: str, token: str) -> Sequence[Shot]:
             PHONE,
             True,
         ),
+        # Last, for it takes as long as the run is judged again.
+        Shot("page-rules", f"/#/runs/{DENSE}/rules?rule=loss-spike&n.k=1000", "text=As a pack", 1600),
     )
 
 
@@ -156,7 +168,7 @@ def take(browser: Browser, address: str, shot: Shot, path: Path) -> None:
     context = browser.new_context(
         base_url=address, viewport={"width": width, "height": height}, color_scheme="dark" if shot.is_dark else "light"
     )
-    context.set_default_timeout(180_000)
+    context.set_default_timeout(600_000)
     page = context.new_page()
     page.goto(shot.path)
     page.locator(shot.shown).first.wait_for()
@@ -171,7 +183,8 @@ def take(browser: Browser, address: str, shot: Shot, path: Path) -> None:
 def as_small(path: Path) -> None:
     """Write a picture with a palette of its own, which takes a third of the bytes."""
     with Image.open(path) as one:
-        small = one.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        # By coverage: what few pixels say alone, as a NaN does, keeps its colour.
+        small = one.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
 
 
@@ -184,7 +197,9 @@ def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("chromium is not installed: apt-get install chromium")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as player:
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as player, contextlib.ExitStack() as limits:
+        for name, value in UNHURRIED.items():
+            limits.enter_context(mock.patch(name, value))
         runs = Path(folder) / "runs"
         runs.mkdir(mode=0o700)
         write_runs(runs)
@@ -199,7 +214,7 @@ def main() -> None:
             born = next(one["id"] for one in asked(address, f"incidents?run={DENSE}")["incidents"] if "born" in one["title"])
         if options.only in "postmortem":
             report = Path(folder) / "report.html"
-            verb = [sys.executable, "-m", "sentinel", "report", str(runs / DENSE), born, "-o", str(report)]
+            verb = [sys.executable, "-m", "sentinel.cli", "report", str(runs / DENSE), born, "-o", str(report)]
             subprocess.run(verb, check=True)
             shot = Shot("postmortem", "/report.html", "h1", 1500, size=(960, 800))
             take(browser, f"file://{folder}", shot, options.out / "postmortem.png")

@@ -58,7 +58,9 @@ def ask_apart(question: Question) -> WhatIf:
         try:
             body, _ = child.communicate(msgspec.json.encode(question), timeout=LIMIT_S + SPARE_S)
         except subprocess.TimeoutExpired:
-            raise TookTooLong(f"no answer within {LIMIT_S + SPARE_S:g} s: the disk of the run is slow; {_BY_HAND}") from None
+            raise TookTooLong(
+                f"no answer within {LIMIT_S + SPARE_S:g} s: the machine is busy, or the disk of the run slow; {_BY_HAND}"
+            ) from None
         finally:
             if child.poll() is None:
                 child.kill()

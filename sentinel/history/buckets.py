@@ -6,14 +6,19 @@ sampling. Rows of one bucket may lie in several files; they merge when files are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from sentinel.history.table_schemas import STATISTICS, Columns
 
 
-def buckets_of(rows: Columns, width: int) -> Columns:
-    """Return the buckets of moments rows, which are sorted by series, attempt and step. width: steps of a bucket."""
+def buckets_of(rows: Columns, width: int, statistics: Sequence[str] = STATISTICS) -> Columns:
+    """Return the buckets of moments rows, which are sorted by series, attempt and step.
+
+    width: steps of a bucket. statistics: of which; the others' columns are not there.
+    """
     bad = rows["nans"] + rows["pos_infs"] + rows["neg_infs"]
     parts: Columns = {
         **{name: rows[name] for name in ("series", "attempt", "step", "nans")},
@@ -22,16 +27,16 @@ def buckets_of(rows: Columns, width: int) -> Columns:
         "infs": rows["pos_infs"] + rows["neg_infs"],
         "bad_steps": (bad > 0).astype(np.int64),
     }
-    for name in STATISTICS:
+    for name in statistics:
         values = rows[name]
         parts[f"{name}_num"] = np.isfinite(values).astype(np.int64)
         for of in ("min", "max", "avg", "last"):
             parts[f"{name}_{of}"] = values
-    return merged(parts, width)
+    return merged(parts, width, statistics)
 
 
-def merged(parts: Columns, width: int) -> Columns:
-    """Return buckets of buckets that are at most as wide, sorted by series, attempt and step. width: steps of a bucket."""
+def merged(parts: Columns, width: int, statistics: Sequence[str] = STATISTICS) -> Columns:
+    """Return buckets of buckets that are at most as wide, sorted by series, attempt and step. As of `buckets_of` else."""
     begins = parts["step"] // width * width
     starts = starts_of(parts["series"], parts["attempt"], begins)
     ends = np.append(starts[1:], len(begins))[: len(starts)] - 1
@@ -46,7 +51,7 @@ def merged(parts: Columns, width: int) -> Columns:
         "last_step": parts["last_step"][ends],
         **{name: total(parts[name]) for name in ("num_steps", "nans", "infs", "bad_steps")},
     }
-    for name in STATISTICS:
+    for name in statistics:
         num = parts[f"{name}_num"]
         found[f"{name}_num"] = counted = total(num)
         found[f"{name}_min"] = np.fmin.reduceat(parts[f"{name}_min"], starts) if len(starts) else np.empty(0)

@@ -41,7 +41,8 @@ class PictureCells:
                 self._add({name: batch.column(name).to_numpy(zero_copy_only=False) for name in COLUMNS})
 
     def _add(self, rows: dict[str, npt.NDArray[np.float64]]) -> None:
-        cell = rows["at"].astype(np.int64) * self._shape[1] + (rows["step"] - self._first) // self._width
+        column = (rows["step"] - self._first) // self._width
+        cell = rows["at"].astype(np.int64) * self._shape[1] + column.astype(np.int64)
         if (cell[1:] < cell[:-1]).any():
             # Of each file the rows are in order: few runs to merge.
             order = np.argsort(cell, kind="stable")

@@ -152,7 +152,7 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted, cache: QuestionCache | N
             return _step_times(connection, wanted.statistic, first, last, wanted.columns)
     # Columns may begin before the first step that is wanted, by less than the widest bucket.
     span = first // WIDTHS[-1] * WIDTHS[-1], max(first, last)
-    with asked_in_time({run: run_dir}, span, as_parts=True, cache=cache) as connection:
+    with asked_in_time({run: run_dir}, span, as_parts=True, statistics=_kept(wanted), cache=cache) as connection:
         if wanted.kind == ANY_TENSORS:
             wanted = msgspec.structs.replace(wanted, kind=_first_kind(connection))
             if not wanted.kind:
@@ -174,11 +174,16 @@ def picture_of(run: str, run_dir: Path, wanted: Wanted, cache: QuestionCache | N
 
 @contextlib.contextmanager
 def asked_in_time(
-    runs: Mapping[str, Path], span: Span | None = None, *, as_parts: bool = False, cache: QuestionCache | None = None
+    runs: Mapping[str, Path],
+    span: Span | None = None,
+    *,
+    as_parts: bool = False,
+    statistics: tuple[str, ...] = STATISTICS,
+    cache: QuestionCache | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection that takes one core, and is interrupted when its time is over: TookTooLong. StoreError where
     the files of the history cannot be read. The rest is as of `asking`."""
-    with asking(runs, num_threads=1, span=span, as_parts=as_parts, cache=cache) as connection:
+    with asking(runs, num_threads=1, span=span, as_parts=as_parts, statistics=statistics, cache=cache) as connection:
         import duckdb
 
         bell = threading.Timer(ANSWER_S, connection.interrupt)
@@ -195,6 +200,12 @@ def asked_in_time(
             raise StoreError(f"run {', '.join(runs)}: its history cannot be read: {error}") from error
         finally:
             bell.cancel()
+
+
+def _kept(wanted: Wanted) -> tuple[str, ...]:
+    """Return the statistics that are kept of which the wanted one is made."""
+    made_of = {VALUE: ("mean",), "rms": ("mean", "std"), "norm": ("mean", "std"), "absmax": ("min", "max")}
+    return made_of.get(wanted.statistic, (wanted.statistic,))
 
 
 def _first_kind(connection: duckdb.DuckDBPyConnection) -> str:

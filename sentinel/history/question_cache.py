@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from sentinel.history.buckets import buckets_of, merged
+from sentinel.history.buckets import buckets_of
 from sentinel.history.history_files import read_file
 from sentinel.history.manifest import HistoryFile, Manifest
 from sentinel.history.sql_views import Span
-from sentinel.history.table_schemas import SCHEMAS, WIDTHS, Columns, table_of
+from sentinel.history.table_schemas import ORDER, SCHEMAS, WIDTHS, Columns, table_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -43,7 +43,7 @@ class QuestionCache:
         self._buckets: OrderedDict[Hashable, pa.Table] = OrderedDict()
 
     @staticmethod
-    def key(folders: Mapping[str, str], manifests: Mapping[str, Manifest], *options: int | bool | Span | None) -> Hashable:
+    def key(folders: Mapping[str, str], manifests: Mapping[str, Manifest], *options: Hashable) -> Hashable:
         """Return what a prepared connection depends on. folders: run -> where its history lies. manifests: of each run."""
         # A connection does not outlive a fork.
         about = ((run, folders[run], one.series, one.files, one.attempts) for run, one in manifests.items())
@@ -65,25 +65,40 @@ class QuestionCache:
         for one in left:
             one.close()
 
-    def young_buckets(self, folder: Path, manifest: Manifest) -> pa.Table:
+    def young_buckets(self, folder: Path, manifest: Manifest, statistics: Sequence[str], span: Span | None) -> pa.Table:
         """Return the single steps of the files that are merged into no bucket yet, as rows of `YOUNG`, without those that a
-        later attempt repeated. StoreError where a file cannot be read."""
-        young = [one for one in manifest.of("moments") if one.level == 0]
-        return pa.concat_tables([SCHEMAS[YOUNG].empty_table(), *(self._of(folder, one, manifest.attempts) for one in young)])
+        later attempt repeated. StoreError where a file cannot be read.
 
-    def _of(self, folder: Path, file: HistoryFile, attempts: Attempts) -> pa.Table:
-        key = str(folder), file, attempts
+        statistics: which are asked for; the others are null. span: first and last step that are; None: all.
+        """
+        widest = WIDTHS[-1]
+        asked = manifest if span is None else manifest.between(span[0] // widest * widest, (span[1] // widest + 1) * widest)
+        young = [one for one in asked.of("moments") if one.level == 0]
+        made = [self._of(folder, one, manifest.attempts, tuple(statistics)) for one in young]
+        return pa.concat_tables([SCHEMAS[YOUNG].empty_table(), *made])
+
+    def _of(self, folder: Path, file: HistoryFile, attempts: Attempts, statistics: tuple[str, ...]) -> pa.Table:
+        key = str(folder), file, attempts, statistics
         with self._lock:
             if (kept := self._buckets.get(key)) is not None:
                 self._buckets.move_to_end(key)
                 return kept
-        rows = _standing(read_file(folder / file.name, "moments"), attempts)
-        made = table_of(YOUNG, merged(buckets_of(rows, WIDTHS[0]), WIDTHS[0])).replace_schema_metadata(None)
+        columns = (*ORDER, "nans", "pos_infs", "neg_infs", *statistics)
+        rows = _standing(read_file(folder / file.name, "moments", columns), attempts)
+        made = _whole(buckets_of(rows, WIDTHS[0], statistics))
         with self._lock:
             self._buckets[key] = made
             while sum(one.nbytes for one in self._buckets.values()) > MOST_BYTES and len(self._buckets) > 1:
                 self._buckets.popitem(last=False)
         return made
+
+
+def _whole(buckets: Columns) -> pa.Table:
+    """Return buckets of some statistics as rows of `YOUNG`: of the others no step has a value."""
+    num = len(buckets["step"])
+    lacking = [field.name for field in SCHEMAS[YOUNG] if field.name not in buckets]
+    others = {name: np.zeros(num, np.int64) if name.endswith("_num") else np.full(num, np.nan) for name in lacking}
+    return table_of(YOUNG, {**buckets, **others}).replace_schema_metadata(None)
 
 
 def _standing(rows: Columns, attempts: Attempts) -> Columns:

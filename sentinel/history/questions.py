@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from sentinel.history.manifest import Manifest
 from sentinel.history.question_cache import QuestionCache
 from sentinel.history.remote_run import RemoteRun, RunPlace, manifest_of
 from sentinel.history.sql_views import Span, quoted, views_of
+from sentinel.history.table_schemas import STATISTICS
 
 if TYPE_CHECKING:
     import duckdb
@@ -32,6 +33,7 @@ def asking(
     num_threads: int = 0,
     span: Span | None = None,
     as_parts: bool = False,
+    statistics: tuple[str, ...] = STATISTICS,
     cache: QuestionCache | None = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a connection that answers questions about some runs: name -> where it lies.
@@ -41,8 +43,8 @@ def asking(
     where its store gives no answer: FileVanished where it would with the manifest read again (`once_more_if_vanished`).
     num_threads: that compute an answer; 0: as many as there are cores. span: first and last step that will be asked for;
     None: all. A bucket that reaches into it is whole. as_parts: buckets are shown as the rows that they are made of
-    (`views_of`). cache: of runs on a disk, where what was prepared is taken from and left: whoever asks leaves nothing of
-    its own in the connection.
+    (`views_of`), where there is a cache the newest of them with these `statistics` alone. cache: of runs on a disk, where
+    what was prepared is taken from and left: whoever asks leaves nothing of its own in the connection.
     """
     try:
         import duckdb
@@ -51,7 +53,9 @@ def asking(
     manifests = _manifests(runs)
     is_remote = any(isinstance(one, RemoteRun) for one in runs.values())
     keeps = None if is_remote else cache
-    key = QuestionCache.key({name: str(one) for name, one in runs.items()}, manifests, num_threads, span, as_parts)
+    key = QuestionCache.key(
+        {name: str(one) for name, one in runs.items()}, manifests, num_threads, span, as_parts, statistics
+    )
     connection = None if keeps is None else keeps.take(key)
     is_kept = connection is not None
     if connection is None:
@@ -61,7 +65,7 @@ def asking(
     is_answered = False
     try:
         if not is_kept:
-            _prepare(connection, runs, manifests, remote, span, keeps if as_parts else None, as_parts=as_parts)
+            _prepare(connection, runs, manifests, remote, span, statistics, keeps if as_parts else None, as_parts=as_parts)
         yield connection
         is_answered = True
     except (duckdb.Error, ConfigError) as error:
@@ -97,6 +101,7 @@ def _prepare(
     manifests: Mapping[str, Manifest],
     remote: RemoteFiles | None,
     span: Span | None,
+    statistics: Sequence[str],
     cache: QuestionCache | None,
     *,
     as_parts: bool,
@@ -119,7 +124,7 @@ def _prepare(
                 )
             if cache is not None and any(one.level == 0 for one in manifest.of("moments")):
                 young = f"young_{number}"
-                connection.register(young, cache.young_buckets(place / FOLDER, manifest))
+                connection.register(young, cache.young_buckets(place / FOLDER, manifest, statistics, span))
         allowed += [f"{folder}/{one}" for one in (manifest.series, *(one.name for one in manifest.files)) if one]
         for view, select in views_of(name, folder, manifest, span, as_parts=as_parts, young=young).items():
             selects.setdefault(view, []).append(select)

@@ -6,6 +6,7 @@ DuckDB has no network client of its own here: it is shown names under `sentinel:
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import threading
 from collections import OrderedDict
@@ -64,7 +65,7 @@ class RemoteFiles(AbstractFileSystem):
         asked = manifest if span is None else manifest.between(*span)
         firsts = {(one.table, one.table == "moments" and one.level == 0): one.name for one in reversed(asked.files)}
         for path in [f"{prefix}/{name}" for name in firsts.values()]:
-            self._wanted.append(lambda path=path: self._fetch_end(path))
+            self._wanted.append(functools.partial(self._fetch_end, path))
         return prefix
 
     def fetch(self) -> None:
