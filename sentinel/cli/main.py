@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve": ("sentinel.cli.serve:serve", "Judge a run, or a directory of runs, as it is written."),
     "ship": ("sentinel.cli.ship:ship", "Publish the spools of this machine to a fleet's broker."),
     "join": ("sentinel.cli.join:join", "Judge the runs of all nodes that ship to a broker."),
-    "fleet": ("sentinel.cli.fleet:fleet", "Start a fleet on one machine; say where its nodes stand."),
+    "fleet": ("sentinel.cli.fleet:fleet", "Start a fleet on one machine; make its users; say where its nodes stand."),
     "status": ("sentinel.cli.status:status", "Say where each run stands."),
     "watch": ("sentinel.cli.live_view:watch", "Show a run while it trains, in a terminal."),
     "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),

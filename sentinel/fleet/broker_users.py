@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.fleet import subjects
-from sentinel.private_files import create_file
+from sentinel.printable import printable
+from sentinel.private_files import create_file, make_directory
 
 JOIN = "join"
 STATUS = "status"
@@ -51,6 +53,19 @@ def join_user() -> BrokerUser:
 def status_user() -> BrokerUser:
     """Return the user of `sentinel fleet status`: it hears beats and answers, and publishes nothing."""
     return BrokerUser(name=STATUS, publish=(), subscribe=(subjects.BEATS, subjects.ANSWERS))
+
+
+def write_users(credentials: Path, nodes: Sequence[str]) -> str:
+    """Write a login for each node, the join and who looks on, where it has none; return the `accounts` that know them.
+
+    credentials: folder of the logins, each called as its user. ConfigError, OSError.
+    """
+    for node in nodes:
+        if node in (JOIN, STATUS) or "/" in node or node.startswith(".") or not node.isprintable() or not node:
+            raise ConfigError(f"node {printable(node)!r}: expected a name that is a file's, and neither {JOIN} nor {STATUS}")
+    make_directory(credentials)
+    users = [join_user(), status_user(), *map(node_user, dict.fromkeys(nodes))]
+    return accounts([(user, password_in(credentials / user.name, user.name)) for user in users])
 
 
 def password_in(login: Path, user: str) -> str:
