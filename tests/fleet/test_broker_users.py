@@ -146,6 +146,23 @@ def test_whoever_has_no_login_is_not_let_in(broker: OwnBroker, tmp_path: Path) -
             asyncio.run(asyncio.wait_for(connect(other, "test"), 1.0))
 
 
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_stream_of_an_earlier_version_takes_the_subjects_of_this_one(broker: OwnBroker) -> None:
+    async def exchange(client: Client, refused: list[str]) -> None:
+        jetstream = client.jetstream()
+        await ensure_streams(jetstream, STREAM_BYTES >> 8)
+        former = (await jetstream.stream_info(subjects.STREAM)).config
+        former.subjects = ["sn.*.raw.*"]
+        await jetstream.update_stream(former)
+
+        await ensure_streams(jetstream, STREAM_BYTES >> 8)
+
+        assert (await jetstream.stream_info(subjects.STREAM)).config.subjects == [subjects.RAW]
+
+    assert not as_user(broker, "join", exchange)
+
+
 class Came:
     """A message as the client hands it over."""
 
