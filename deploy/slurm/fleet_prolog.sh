@@ -9,13 +9,16 @@ etc=${SENTINEL_ETC:-/etc/sentinel}
 
 say() { logger -t sentinel-prolog -- "$*" 2> /dev/null || echo "sentinel prolog: $*" >&2; }
 
-if ! mkdir -p "$(dirname "$runs")" || ! install -d -m 0700 -o "$user" "$runs" "$runs/.ship" ||
-    ! install -m 0600 -o "$user" "$etc/login" "$runs/.ship/login"; then
+as_user=()
+[ "$(id -un)" = "$user" ] || as_user=(runuser -u "$user" --)
+# Root makes the directory alone: what lies in that of a job that is requeued is its user's, symbolic links too.
+# shellcheck disable=SC2016  # the inner shell expands it
+if ! mkdir -p "$(dirname "$runs")" || ! install -d -m 0700 -o "$user" "$runs" ||
+    ! "${as_user[@]}" bash -c 'umask 077; mkdir -p "$1/.ship"; rm -f "$1/.ship/code"; cat > "$1/.ship/login"' login "$runs" \
+        < "$etc/login"; then
     say "job $SLURM_JOB_ID is not shipped: $runs cannot be made, or $etc/login is missing"
     exit 0
 fi
-as_user=()
-[ "$(id -un)" = "$user" ] || as_user=(runuser -u "$user" --)
 # Of a session of its own: Slurm ends what a prolog leaves behind in its process group. Its exit code says whether all is held.
 # shellcheck disable=SC2016  # the inner shell expands it
 "${as_user[@]}" setsid bash -c '
