@@ -43,7 +43,7 @@ class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FLEET_PLAN = DemoPlan(
-    num_steps=330, step_time_s=0.1, batch_step=110, nan_steps=(270, 280, 290, 300, 310, 320), module="blocks.2.mlp.fc1",
+    num_steps=230, step_time_s=0.15, batch_step=80, nan_steps=(170, 180, 190, 200, 210, 220), module="blocks.2.mlp.fc1",
     segment="blocks.2", rank=3,
 )  # fmt: skip
 """Of two nodes with two ranks each: the NaN is on the second node. Between the faults is time for another join to take over:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import click
 import msgspec
 
 from sentinel.cli.broker_options import broker_options
 from sentinel.cli.fleet_up import up
-from sentinel.errors import StoreError
+from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.broker_users import write_users
 from sentinel.fleet.overheard import NodeStatus, overhear
+from sentinel.private_files import create_file
 
 
 @click.group()
@@ -20,6 +24,26 @@ def fleet() -> None:
 
 
 fleet.add_command(up)
+
+
+@fleet.command()
+@click.argument("directory", metavar="DIR")
+@click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
+def users(directory: str, nodes: tuple[str, ...]) -> None:
+    """Write a login for each NODE, for the joins and for `fleet status` into DIR/credentials, and DIR/users.conf.
+
+    A nats-server that includes users.conf lets in these users alone, and each node publishes as itself alone. Logins that
+    are there keep their passwords, so that nodes can be added; a node that is not named any more is let in no more.
+    """
+    where = Path(directory).absolute()
+    try:
+        known = write_users(where / "credentials", nodes)
+        with os.fdopen(create_file(where / "users.conf", os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w") as file:
+            file.write(known)
+    except OSError as error:
+        raise ConfigError(f"{where}: expected a directory that we may write, got: {error.strerror or error}") from error
+    click.echo(f"{where}/users.conf: include it in nats.conf; have a running server read it: nats-server --signal reload")
+    click.echo(f"{where}/credentials: hand each node its own file alone, mode 0600, for --login")
 
 
 @fleet.command()

@@ -25,7 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "ship": ("sentinel.cli.ship:ship", "Publish the spools of this machine to a fleet's broker."),
     "node": ("sentinel.cli.node:node", "Publish what this machine's ranks come to, and its spools without their rows."),
     "join": ("sentinel.cli.join:join", "Judge the runs of all nodes that ship to a broker."),
-    "fleet": ("sentinel.cli.fleet:fleet", "Start a fleet on one machine; say where its nodes stand."),
+    "fleet": ("sentinel.cli.fleet:fleet", "Start a fleet on one machine; make its users; say where its nodes stand."),
     "status": ("sentinel.cli.status:status", "Say where each run stands."),
     "watch": ("sentinel.cli.live_view:watch", "Show a run while it trains, in a terminal."),
     "topk": ("sentinel.cli.topk:topk", "Name the anomalies that came first."),

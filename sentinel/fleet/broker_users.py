@@ -1,20 +1,24 @@
 """Who may do what at the broker of a fleet: the permissions of a node, of the join and of who looks on, and their logins.
 
-The names and the forms are those of a nats-server's configuration: `accounts { SENTINEL { users: [...] } }`.
+The names and the forms are those of the `accounts` of a nats-server's configuration.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.fleet import subjects
-from sentinel.private_files import create_file
+from sentinel.printable import printable
+from sentinel.private_files import create_file, make_directory
 
+ACCOUNT = "SENTINEL"
+"""The account that has the streams."""
 JOIN = "join"
 STATUS = "status"
 JETSTREAM_API = "$JS.API.>"
@@ -53,6 +57,20 @@ def status_user() -> BrokerUser:
     return BrokerUser(name=STATUS, publish=(), subscribe=(subjects.BEATS, subjects.ANSWERS))
 
 
+def write_users(credentials: Path, nodes: Sequence[str]) -> str:
+    """Write a login for each node, the join and who looks on, where it has none; return the `accounts` that know them.
+
+    credentials: folder of the logins, each called as its user. ConfigError, OSError.
+    """
+    for node in nodes:
+        if node in (JOIN, STATUS) or "/" in node or node.startswith(".") or not node.isprintable() or not node:
+            raise ConfigError(f"node {printable(node)!r}: expected a name that is a file's, and neither {JOIN} nor {STATUS}")
+    make_directory(credentials)
+    shared, own = [join_user(), status_user()], [node_user(node) for node in dict.fromkeys(nodes)]
+    known = {user.name: password_in(credentials / user.name, user.name) for user in (*shared, *own)}
+    return accounts([(user, known[user.name]) for user in shared], [(user, known[user.name]) for user in own])
+
+
 def password_in(login: Path, user: str) -> str:
     """Return the password of a login file, which is made with a new one where there is none. ConfigError, OSError."""
     try:
@@ -67,17 +85,34 @@ def password_in(login: Path, user: str) -> str:
     return lines[1]
 
 
-def accounts(users: list[tuple[BrokerUser, str]]) -> str:
-    """Return the lines of a nats-server's configuration that know these users, each with its password."""
-    lines = ["accounts {", "  SENTINEL {", "    jetstream: enabled", "    users: ["]
-    for user, password in users:
-        # A list that is empty allows everything: what may publish nothing is denied all.
-        publish = f"allow: {_list(user.publish)}" if user.publish else 'deny: [">"]'
-        lines.append(
-            f"      {{ user: {_quoted(user.name)}, password: {_quoted(password)}, permissions: "
-            f"{{ publish: {{ {publish} }}, subscribe: {{ allow: {_list(user.subscribe)} }} }} }}"
-        )
-    return "\n".join([*lines, "    ]", "  }", "}", ""])
+def accounts(users: Sequence[tuple[BrokerUser, str]], nodes: Sequence[tuple[BrokerUser, str]]) -> str:
+    """Return the lines of a nats-server's configuration that know these users, each with its password.
+
+    users: of the account that has the streams. nodes: each gets an account of its own, which sees of that one its own
+    subjects alone. Rights do not bind the subject to which a message asks to be acknowledged, and an account does: a node
+    could have a stream purged by the server's own acknowledgement.
+    """
+    shared = []
+    own = []
+    for user, password in nodes:
+        account = _quoted(f"NODE_{subjects.token(user.name)}")
+        answers = [one for one in user.subscribe if not one.startswith("_INBOX")]
+        shared += [f"      {{ service: {_quoted(one)}, accounts: [{account}] }}" for one in user.publish]
+        shared += [f"      {{ stream: {_quoted(one)}, accounts: [{account}] }}" for one in answers]
+        own += [f"  {account} {{", f"    users: [{_user(user, password)}]", "    imports: ["]
+        for kind, names in (("service", user.publish), ("stream", answers)):
+            own += [f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {_quoted(one)} }} }}" for one in names]
+        own += ["    ]", "  }"]
+    joins = [f"      {_user(user, password)}" for user, password in users]
+    lines = ["accounts {", f"  {ACCOUNT} {{", "    jetstream: enabled", "    users: [", *joins, "    ]"]
+    return "\n".join([*lines, "    exports: [", *shared, "    ]", "  }", *own, "}", ""])
+
+
+def _user(user: BrokerUser, password: str) -> str:
+    # A list that is empty allows everything: what may publish nothing is denied all.
+    publish = f"allow: {_list(user.publish)}" if user.publish else 'deny: [">"]'
+    rights = f"publish: {{ {publish} }}, subscribe: {{ allow: {_list(user.subscribe)} }}"
+    return f"{{ user: {_quoted(user.name)}, password: {_quoted(password)}, permissions: {{ {rights} }} }}"
 
 
 def _list(names: tuple[str, ...]) -> str:

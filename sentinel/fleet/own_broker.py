@@ -14,7 +14,7 @@ import msgspec
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.broker_certificates import BrokerCertificates
-from sentinel.fleet.broker_users import accounts, join_user, node_user, password_in, status_user
+from sentinel.fleet.broker_users import write_users
 from sentinel.private_files import create_file, make_directory
 
 PROGRAM = "nats-server"
@@ -50,11 +50,10 @@ class OwnBroker:
         """Write certificates, logins and configuration, as far as they are not there; ConfigError, OSError."""
         _refuse_old(_program())
         make_directory(self._folder)
-        make_directory(self.credentials)
+        accounts = write_users(self.credentials, self._nodes)
         certificates = BrokerCertificates(self._folder)
         certificates.renew(datetime.datetime.now(datetime.UTC))
         _write(self.credentials / "ca.pem", certificates.authority.read_text())
-        users = [join_user(), status_user(), *map(node_user, self._nodes)]
         quoted = {
             name: msgspec.json.encode(str(path)).decode()
             for name, path in (
@@ -67,8 +66,7 @@ class OwnBroker:
             self._folder / "nats.conf",
             f'listen: "127.0.0.1:{self._port}"\n'
             f"jetstream {{ store_dir: {quoted['store']} }}\n"
-            f"tls {{ cert_file: {quoted['certificate']}, key_file: {quoted['key']} }}\n"
-            + accounts([(user, password_in(self.credentials / user.name, user.name)) for user in users]),
+            f"tls {{ cert_file: {quoted['certificate']}, key_file: {quoted['key']} }}\n" + accounts,
         )
 
 

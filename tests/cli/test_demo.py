@@ -12,7 +12,7 @@ import pytest
 
 from sentinel.anomaly import Anomaly, Severity
 from sentinel.cli.demo_falsehoods import falsehoods
-from sentinel.cli.demo_machines import ILL_NODE, TwoNodes
+from sentinel.cli.demo_machines import ILL_NODE, SHIPPER_KILLED_AT, TwoNodes
 from sentinel.cli.demo_plan import DemoOutcome, DemoPlan, judge
 from sentinel.cli.demo_receiver import Message, Receiver
 from sentinel.cli.demo_story import Scene, story
@@ -154,6 +154,9 @@ class Running:
     def pid(self, name: str) -> int | None:
         return self.pids[name]
 
+    def watch(self) -> None:
+        pass
+
 
 def a_message(*keys: str, repeated: bool = False) -> Message:
     return Message(to="webhook", body={"alerts": [{"key": key, "repeated": repeated} for key in keys]})
@@ -179,3 +182,23 @@ def test_on_two_nodes_it_wants_kills_and_each_message_once(
 
     machines._killed = {ILL_NODE: 1, "join": 2}
     assert [claim.holds for claim in machines.claims(PLAN, messages)] == holds
+
+
+def test_the_join_is_killed_once_it_has_told_of_the_first_fault_and_noted_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("sentinel.cli.demo_machines.os.kill", lambda pid, number: killed.append(pid))
+    machines = TwoNodes(tmp_path, PLAN, lambda words: None)
+    machines._fleet = Running(join=2, node_2=11)  # type: ignore[assignment]
+    told, early = (
+        Message(to="webhook", body={"alerts": [{"incident": {"opened_step": step}}]}) for step in (PLAN.batch_step, 7)
+    )
+
+    machines.watch(SHIPPER_KILLED_AT - 1, [early], lambda: 0)
+    assert not killed
+    machines.watch(SHIPPER_KILLED_AT, [early, told], lambda: 1)
+    assert killed == [11]
+    for _ in range(2):
+        machines.watch(PLAN.batch_step + 1, [early, told], lambda: 0)
+    assert killed == [11, 2]

@@ -19,7 +19,7 @@ from sentinel.cli.main import run_cli
 from sentinel.store.lock import RunLock
 
 from ..support.ports import free_port
-from ..support.servers import need
+from ..support.servers import get, need
 from ..support.serving import small_run
 from ..support.waiting import wait_for, wait_for_words
 
@@ -150,6 +150,11 @@ def test_a_fleet_comes_up_judges_what_nodes_write_and_goes_on_where_it_was(tmp_p
             assert places["server"] == f"tls://127.0.0.1:{port}"
             assert places["nodes"]["node-2"] == {"SENTINEL_DIR": str(tmp_path / "fleet" / "node-2")}
             wait_for(judged.exists, (tmp_path / "log").read_text())
+            said_by_join = wait_for(
+                lambda page=places["page"]: (text := get(f"{page}/metrics")).count(b"node-2") == 3 and text
+            )
+            assert {b"sentinel_join_active 1.0", b"sentinel_join_broker_connected 1.0"} <= set(said_by_join.splitlines())
+            assert f"sentinel_join_lease_epoch {number + 1}.0".encode() in said_by_join
             shippers = (tmp_path / "fleet" / "logs" / "node-2.log").read_text().count("shipping")
             assert shippers == 1 + 2 * number
             pids = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "ship.*node-2"], capture_output=True, text=True)

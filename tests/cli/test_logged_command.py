@@ -1,5 +1,7 @@
 """Commands in the background: they import what the command that starts them imports."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli.logged_command import sentinel_command
+
+from ..support.waiting import wait_for
 
 
 @pytest.mark.slow
@@ -26,6 +30,32 @@ def test_a_folder_here_does_not_stand_in_the_place_of_a_module_of_another_packag
     done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends_with_us", [True, False])
+def test_what_is_to_end_with_us_ends_however_we_do(tmp_path: Path, ends_with_us: bool) -> None:
+    code = (
+        "import pathlib, signal, sys; from sentinel.cli.logged_command import LoggedCommand\n"
+        f"one = LoggedCommand(['sleep', '300'], pathlib.Path({str(tmp_path / 'log')!r}), ends_with_us={ends_with_us})\n"
+        "one.start(); print(one.pid, flush=True); signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    state = Path(f"/proc/{pid}/stat")
+
+    def is_over() -> bool:
+        # Nobody may have taken its exit code yet.
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+    if ends_with_us:
+        wait_for(is_over)
+    else:
+        assert not is_over()
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_daemon_looks_where_the_command_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

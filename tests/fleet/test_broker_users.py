@@ -12,7 +12,7 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import Error
 from nats.errors import TimeoutError as NatsTimeout
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 
 from sentinel.cli.logged_command import LoggedCommand
 from sentinel.fleet import subjects
@@ -132,6 +132,33 @@ def test_a_node_makes_deletes_and_purges_no_stream(broker: OwnBroker) -> None:
 
 @pytest.mark.server
 @pytest.mark.slow
+def test_an_acknowledgement_that_is_asked_for_elsewhere_goes_nowhere(broker: OwnBroker) -> None:
+    async def fill(client: Client, refused: list[str]) -> None:
+        await ensure_streams(client.jetstream(), STREAM_BYTES >> 8)
+        await client.jetstream().publish(subjects.LEASE, b"record")
+
+    async def ask(client: Client, refused: list[str]) -> None:
+        for elsewhere in (f"$JS.API.STREAM.PURGE.{subjects.LEASES}", subjects.LEASE, subjects.raw("run", "node-2")):
+            await client.publish(subjects.raw("run", "node-1"), b"mine", reply=elsewhere)
+        # Behind them: what is acknowledged here was answered there.
+        assert (await client.jetstream().publish(subjects.raw("run", "node-1"), b"last", timeout=60.0)).stream
+
+    async def look(client: Client, refused: list[str]) -> None:
+        jetstream = client.jetstream()
+        state = (await jetstream.stream_info(subjects.LEASES)).state
+        record = await jetstream.get_msg(subjects.LEASES, state.last_seq)
+        assert (record.data, state.messages) == (b"record", state.last_seq)
+        found = await jetstream.get_last_msg(subjects.STREAM, subjects.raw("run", "node-1"))
+        assert found.data == b"last"
+        with pytest.raises(NotFoundError):
+            await jetstream.get_last_msg(subjects.STREAM, subjects.raw("run", "node-2"))
+
+    for user, act in (("join", fill), ("node-1", ask), ("join", look)):
+        assert not as_user(broker, user, act)
+
+
+@pytest.mark.server
+@pytest.mark.slow
 def test_whoever_has_no_login_is_not_let_in(broker: OwnBroker, tmp_path: Path) -> None:
     login = tmp_path / "login"
     login.write_text("node-1\nguessed\n")
@@ -144,6 +171,23 @@ def test_whoever_has_no_login_is_not_let_in(broker: OwnBroker, tmp_path: Path) -
     ):
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(connect(other, "test"), 1.0))
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_stream_of_an_earlier_version_takes_the_subjects_of_this_one(broker: OwnBroker) -> None:
+    async def exchange(client: Client, refused: list[str]) -> None:
+        jetstream = client.jetstream()
+        await ensure_streams(jetstream, STREAM_BYTES >> 8)
+        former = (await jetstream.stream_info(subjects.STREAM)).config
+        former.subjects = ["sn.*.raw.*"]
+        await jetstream.update_stream(former)
+
+        await ensure_streams(jetstream, STREAM_BYTES >> 8)
+
+        assert (await jetstream.stream_info(subjects.STREAM)).config.subjects == [subjects.RAW]
+
+    assert not as_user(broker, "join", exchange)
 
 
 class Came:
