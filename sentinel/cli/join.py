@@ -59,6 +59,7 @@ def join(
     from sentinel.fleet.copied_runs import CopiedRuns
     from sentinel.fleet.join_intake import JoinIntake
     from sentinel.fleet.join_lease import JoinLease
+    from sentinel.fleet.known_epochs import highest_epoch
     from sentinel.private_files import make_directory
 
     begin_log(sys.stderr, log_format, log_level)
@@ -72,12 +73,13 @@ def join(
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"
     copies = CopiedRuns(where, name, on_problem=warn)
-    intake = JoinIntake(copies, broker, JoinLease(name), stream_bytes=stream_mib << 20)
+    lease = JoinLease(name, floor=lambda: highest_epoch(where, Path(state_dir) if state_dir else None))
+    intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
         notify_socket=os.environ.get("NOTIFY_SOCKET", ""), drain_s=drain_s, on_the_way=copies.on_the_way,
-        standby_of=lambda: intake.standby_of,
+        standby_of=lambda: intake.standby_of, epoch=lambda: intake.epoch,
     )  # fmt: skip
     try:
         daemon = Daemon(options, os.environ, sys.stderr)

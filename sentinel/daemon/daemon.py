@@ -79,6 +79,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     standby_of: Callable[[], str] = lambda: ""
     """Returns who judges in our place, whatever the locks of runs say; empty: nobody. A daemon that judged before judges no
     more then, and is to be stopped."""
+    epoch: Callable[[], int] = lambda: 0
+    """Returns the epoch of the lease under which runs are served; 0: under none."""
     is_dry_run: bool = False
     """Nothing is sent: the log says what would be."""
 
@@ -113,7 +115,8 @@ class Daemon:
         self._runs = ServedRuns(
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
             serve=lambda paths: ServedRun(
-                paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name)
+                paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
+                options.epoch(),
             ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)

@@ -68,6 +68,11 @@ class JoinIntake:
             return self._lease.holder
         return f"unknown ({self.problem or 'the lease is waited for'})"
 
+    @property
+    def epoch(self) -> int:
+        """The epoch under which this process has, or had, the lease. For any thread."""
+        return self._lease.held_epoch
+
     def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
         """Begin; returns at once. on_lost: called, in another thread, once `lost` says why."""
         self._on_lost = on_lost
@@ -149,7 +154,7 @@ class JoinIntake:
             if not self._lease.is_held:
                 await asyncio.sleep(self._lease.times.renew_s / 4)
         if said and self._lease.is_held:
-            log.info("join: taken over, epoch %d", self._lease.epoch)
+            log.info("join: taken over, epoch %d", self._lease.held_epoch)
 
     async def _keep(self, client: Client, jetstream: JetStreamContext) -> None:
         """Renew the lease until it is lost."""

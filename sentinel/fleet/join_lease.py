@@ -30,6 +30,11 @@ MAX_RECORDS = 256
 """Records that the stream keeps; the newest alone counts, the others are for who looks into it."""
 
 
+def boot_time() -> float:
+    """Return seconds that grow also while the machine sleeps, which those of `time.monotonic` do not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """When a lease is renewed, let go of and taken over, in seconds."""
 
@@ -60,17 +65,22 @@ class JoinLease:
         owner: str,
         times: LeaseTimes = LeaseTimes(),  # noqa: B008 -- frozen
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_time,
+        floor: Callable[[], int] = lambda: 0,
     ) -> None:
-        """owner: name of this process. clock: monotonic seconds."""
+        """owner: name of this process. clock: monotonic seconds. floor: returns an epoch that is taken already, whatever
+        the broker says: asked before each take-over, for a broker may have lost its records.
+        """
         self.owner, self.times = owner, times
         self.epoch = 0
-        """The highest that was seen; of who has the lease, its own."""
+        """The highest that was seen."""
+        self.held_epoch = 0
+        """That of this process; 0: it never had the lease."""
         self.holder = ""
         """Who has it, as far as known; empty: nobody is known to."""
         self.is_lost = False
         """It was held, and is no more; for good: another process may begin anew."""
-        self._clock = clock
+        self._clock, self._floor = clock, floor
         self._id = secrets.token_hex(8)
         self._held_until = 0.0
         """By our clock; 0: it was not held yet."""
@@ -96,23 +106,24 @@ class JoinLease:
             if record is not None and not is_mine:
                 self.is_lost = True
                 return
-            epoch = self.epoch
-        elif is_mine:
+            epoch = self.held_epoch
+        elif record is not None and is_mine:
             # Taken, and the answer was lost.
-            epoch = self.epoch
+            epoch = record.epoch
         elif (record is not None and record.is_free) or self._clock() - self._changed_at >= self.times.takeover_s:
-            epoch = self.epoch + 1
+            epoch = max(self.epoch, self._floor()) + 1
         else:
             return
         began = self._clock()
         if await self._append(jetstream, LeaseRecord(self.owner, self._id, epoch)):
-            self.epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
+            self.epoch = max(self.epoch, epoch)
+            self.held_epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
 
     async def give_back(self, jetstream: JetStreamContext) -> None:
         """Let go of the lease, so that who waits has it at once."""
         if self.is_held:
             self.is_lost = True
-            await self._append(jetstream, LeaseRecord(self.owner, self._id, self.epoch, is_free=True))
+            await self._append(jetstream, LeaseRecord(self.owner, self._id, self.held_epoch, is_free=True))
 
     async def _look(self, jetstream: JetStreamContext) -> LeaseRecord | None:
         """Return the newest record; None: there is none that can be read."""
