@@ -30,6 +30,13 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
 @click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
 @listening_options("127.0.0.1:9464")
 @click.option("--no-http", is_flag=True, help="Listen nowhere.")
+@click.option(
+    "--takeover-s",
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A standby takes over when the join that works was silent for so long; it stops itself after 60 % of that.",
+)
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
@@ -42,6 +49,7 @@ def join(
     config: str | None,
     listening: Listening,
     no_http: bool,
+    takeover_s: float,
     drain_s: float,
     log_format: str,
     log_level: str,
@@ -58,7 +66,7 @@ def join(
     from sentinel.fleet.broker import nats_client
     from sentinel.fleet.copied_runs import CopiedRuns
     from sentinel.fleet.join_intake import JoinIntake
-    from sentinel.fleet.join_lease import JoinLease
+    from sentinel.fleet.join_lease import JoinLease, LeaseTimes
     from sentinel.fleet.known_epochs import highest_epoch
     from sentinel.private_files import make_directory
 
@@ -73,7 +81,11 @@ def join(
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"
     copies = CopiedRuns(where, name, on_problem=warn)
-    lease = JoinLease(name, floor=lambda: highest_epoch(where, Path(state_dir) if state_dir else None))
+    if not takeover_s >= 1.0:
+        raise ConfigError(f"--takeover-s: expected 1 at least, got {takeover_s:g}")
+    lease = JoinLease(
+        name, LeaseTimes.of(takeover_s), floor=lambda: highest_epoch(where, Path(state_dir) if state_dir else None)
+    )
     intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),

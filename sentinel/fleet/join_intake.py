@@ -131,7 +131,9 @@ class JoinIntake:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.close(), 2.0)
         if not self._is_closing.is_set():
-            self.lost = f"the lease was not renewed for {self._lease.times.stop_s:g} s, or taken by {self.standby_of}"
+            holder = self._lease.holder
+            taken = f", and {holder} has it now" if holder not in ("", self._lease.owner) else ""
+            self.lost = f"the lease of epoch {self.epoch} was not renewed for {self._lease.times.stop_s:g} s{taken}"
             log.error("join: %s; this process does nothing more and ends", self.lost)
             self._on_lost()
 

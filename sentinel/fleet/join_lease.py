@@ -43,6 +43,11 @@ class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Less than `takeover_s` by more than two clocks drift apart in it, and a write to a disk takes."""
     takeover_s: float = 10.0
 
+    @classmethod
+    def of(cls, takeover_s: float) -> LeaseTimes:
+        """Return the times in the proportions of the default ones."""
+        return cls(renew_s=takeover_s / 5.0, stop_s=takeover_s * 0.6, takeover_s=takeover_s)
+
 
 class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     """Who has the lease. Fields are only ever added, last."""
@@ -55,6 +60,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     """Grows by one with each new owner."""
     is_free: bool = False
     """It was given back."""
+    takeover_s: float = 0.0
+    """Who waits takes it no sooner, for its owner goes by that; 0: as who waits has it."""
 
 
 class JoinLease:
@@ -87,6 +94,8 @@ class JoinLease:
         self._seq: int | None = None
         """Sequence of the stream as it was last seen; None: never."""
         self._changed_at = 0.0
+        self._owner_takeover_s = 0.0
+        """`takeover_s` of who has it."""
 
     @property
     def is_held(self) -> bool:
@@ -110,12 +119,12 @@ class JoinLease:
         elif record is not None and is_mine:
             # Taken, and the answer was lost.
             epoch = record.epoch
-        elif (record is not None and record.is_free) or self._clock() - self._changed_at >= self.times.takeover_s:
+        elif (record is not None and record.is_free) or self._clock() - self._changed_at >= self._wait_s:
             epoch = max(self.epoch, self._floor()) + 1
         else:
             return
         began = self._clock()
-        if await self._append(jetstream, LeaseRecord(self.owner, self._id, epoch)):
+        if await self._append(jetstream, self._record(epoch)):
             self.epoch = max(self.epoch, epoch)
             self.held_epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
 
@@ -123,7 +132,14 @@ class JoinLease:
         """Let go of the lease, so that who waits has it at once."""
         if self.is_held:
             self.is_lost = True
-            await self._append(jetstream, LeaseRecord(self.owner, self._id, self.held_epoch, is_free=True))
+            await self._append(jetstream, self._record(self.held_epoch, is_free=True))
+
+    @property
+    def _wait_s(self) -> float:
+        return max(self.times.takeover_s, self._owner_takeover_s)
+
+    def _record(self, epoch: int, *, is_free: bool = False) -> LeaseRecord:
+        return LeaseRecord(self.owner, self._id, epoch, is_free, self.times.takeover_s)
 
     async def _look(self, jetstream: JetStreamContext) -> LeaseRecord | None:
         """Return the newest record; None: there is none that can be read."""
@@ -143,7 +159,7 @@ class JoinLease:
         except MALFORMED as error:
             log.warning("stream %s: expected a record of a lease, got %s", LEASES, error)
             return None
-        self.epoch = max(self.epoch, record.epoch)
+        self.epoch, self._owner_takeover_s = max(self.epoch, record.epoch), record.takeover_s
         self.holder = "" if record.is_free else printable(record.owner[:200])
         return record
 

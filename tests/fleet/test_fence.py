@@ -23,7 +23,7 @@ from sentinel.store.lock import LockHeld, RunLock
 from sentinel.store.outbox_table import Outgoing
 from sentinel.store.run_paths import RunPaths
 
-from ..support.fleet_parts import CONFIG, assert_same, nan_on
+from ..support.fleet_parts import CONFIG, assert_same_results, nan_on
 from ..support.results import decisions, result_bytes
 from ..support.serving import NOW, judge_run, loaded_packs, small_run
 
@@ -83,7 +83,7 @@ def test_a_join_stopped_before_its_commit_leaves_all_to_its_successor(
 
     if has_fence:
         assert isinstance(refused, FencedOff) and "another process has taken over" in str(refused)
-        assert_same(golden.directory, run.directory)
+        assert_same_results(golden.directory, run.directory)
         assert num_found(run.directory) == num_found(golden.directory)
     else:
         assert refused is None and num_found(run.directory) > num_found(golden.directory)

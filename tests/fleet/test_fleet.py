@@ -30,11 +30,11 @@ from ..support.fleet_parts import (
     Join,
     Shipper,
     StoppableLease,
-    assert_same,
+    assert_same_results,
     bytes_of,
     go_on,
     nan_on,
-    recorded,
+    recorded_run,
     split,
 )
 from ..support.nats_broker import NatsBroker
@@ -68,7 +68,7 @@ def broker(tmp_path: Path) -> Iterator[NatsBroker]:
     ],
 )  # fmt: skip
 def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
-    run = recorded(tmp_path / "whole", layout)
+    run = recorded_run(tmp_path / "whole", layout)
     nodes = split(run, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url, num_nodes=num_nodes)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
@@ -80,7 +80,7 @@ def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBr
     wait_for(all_is_here)
     assert [one.end() for one in shippers] == [True] * num_nodes
     join.finish()
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     assert not join.problems and not [one for shipper in shippers for one in shipper.problems]
 
 
@@ -110,7 +110,7 @@ def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: Nat
     join.finish()
 
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     assert not join.problems
 
 
@@ -144,7 +144,7 @@ def test_a_node_that_is_stopped_for_a_while_changes_nothing(
 
     judge_run(run.directory, CONFIG, is_over=True)
     if is_waited_for:
-        assert_same(run.directory, join.run_dir)
+        assert_same_results(run.directory, join.run_dir)
     else:
         assert result_bytes(run.directory) != result_bytes(join.run_dir)
 
@@ -186,7 +186,7 @@ def test_a_standby_takes_over_and_comes_to_the_same(tmp_path: Path, broker: Nats
     second.finish()
 
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, second.run_dir)
+    assert_same_results(run.directory, second.run_dir)
     assert not first.problems and not second.problems
 
 
@@ -230,7 +230,7 @@ def test_a_join_that_could_not_renew_does_nothing_more(
 
 
 def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", 8)
+    run = recorded_run(tmp_path / "whole", "pp2 dp2", 8)
     nodes = split(run, tmp_path, 2)
     join = Join(tmp_path / "joined", broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
@@ -276,7 +276,7 @@ def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path:
 
     for path in run.directory.rglob("*.spool"):
         assert (join.run_dir / path.relative_to(run.directory)).read_bytes() == path.read_bytes()
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
 
 
 def test_tls_and_a_login_from_a_file(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000)
+    run = recorded_run(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000)
     nodes = split(run, tmp_path, 2)
     joined, log = tmp_path / "joined", tmp_path / "log"
     arguments = ("join", str(joined), "--server", broker.url, "--no-http")
@@ -330,4 +330,4 @@ def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: Nats
             process.wait()
     judge_run(joined / "run", CONFIG, is_over=True)
 
-    assert_same(run.directory, joined / "run")
+    assert_same_results(run.directory, joined / "run")

@@ -154,7 +154,7 @@ class Join:
         self.drop()
 
 
-def recorded(directory: Path, layout: str, num_steps: int = STEPS, **options: Any) -> SyntheticRun:
+def recorded_run(directory: Path, layout: str, num_steps: int = STEPS, **options: Any) -> SyntheticRun:
     """Write a run with faults on two ranks, and return it, judged by the daemon of one disk."""
     run = small_run(directory / "run", **{**LAYOUTS[layout], **options})
     run.plant(nan_on(run, run.num_ranks - 1), LossJump(step=15, factor=50.0))
@@ -193,7 +193,7 @@ def bytes_of(directories: list[Path]) -> int:
     return sum(path.stat().st_size for one in directories for path in one.rglob("*.spool"))
 
 
-def assert_same(one: Path, other: Path) -> None:
+def assert_same_results(one: Path, other: Path) -> None:
     assert anomalies(one), "nothing was found, so nothing was compared"
     assert result_bytes(one) == result_bytes(other)
     assert decisions(one) == decisions(other)
