@@ -50,6 +50,15 @@ class _Run:
         self.seen_until: dict[str, float] = {}
         """Node -> the moment of this clock as of which its heads are known."""
         self.held: deque[tuple[float, SpoolChunk]] = deque()
+        self.spoken: set[str] = set()
+        """Nodes that have said since the beginning what they hold."""
+
+    def is_behind(self, folder: str, copy: SpoolCopy) -> bool:
+        """Return whether a spool holds more than its copy, or may: its node has not spoken yet."""
+        head = self.heads.get(folder)
+        if head is None:
+            return self.owners[folder] not in self.spoken
+        return _is_beyond(head.head, copy.place)
 
 
 class CopiedRuns:
@@ -102,9 +111,8 @@ class CopiedRuns:
             now = self._clock()
             return frozenset(
                 folder
-                for folder, head in known.heads.items()
-                if now - known.heard.get(known.owners.get(folder, ""), -SILENT_S) < SILENT_S
-                and _is_beyond(head.head, known.copies[folder].place)
+                for folder, copy in known.copies.items()
+                if now - known.heard.get(known.owners[folder], -SILENT_S) < SILENT_S and known.is_behind(folder, copy)
             )
 
     def take_chunk(self, chunk: SpoolChunk) -> None:
@@ -126,6 +134,7 @@ class CopiedRuns:
             run = self._runs.setdefault(beat.run, _Run())
             now = self._clock()
             run.heard[beat.node] = now
+            run.spoken.add(beat.node)
             if beat.echo[0] == self.join:
                 run.seen_until[beat.node] = max(run.seen_until.get(beat.node, 0.0), beat.echo[1] / 1e9)
             if beat.is_leaving:
@@ -186,7 +195,10 @@ class CopiedRuns:
         if refused:
             return SpoolHeld(FilePlace(), refused=refused)
         copy = run.copies[folder]
-        run.heads[folder] = head
+        former = run.heads.get(folder)
+        if former is None or not _is_beyond(former.head, head.head):
+            # A beat that was on its way for longer than the next one knows less.
+            run.heads[folder] = head
         copy.prune(head.first)
         if head.pulse_ns > 0:
             _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))
