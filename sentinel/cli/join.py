@@ -10,12 +10,13 @@ from pathlib import Path
 
 import click
 
-from sentinel.cli.broker_options import broker_options
+from sentinel.cli.broker_options import broker_options, key_option
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
+from sentinel.fleet.run_key import RunKey
 
 
 @click.command()
@@ -37,6 +38,7 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
     metavar="SECONDS",
     help="A standby takes over when the join that works was silent for so long; it stops itself after 60 % of that.",
 )
+@key_option
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
@@ -50,6 +52,7 @@ def join(
     listening: Listening,
     no_http: bool,
     takeover_s: float,
+    key: RunKey | None,
     drain_s: float,
     log_format: str,
     log_level: str,
@@ -86,7 +89,7 @@ def join(
     lease = JoinLease(
         name, LeaseTimes.of(takeover_s), floor=lambda: highest_epoch(where, Path(state_dir) if state_dir else None)
     )
-    intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20)
+    intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20, key=key)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import click
 
-from sentinel.cli.broker_options import broker_options
+from sentinel.cli.broker_options import broker_options, key_option
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig, nats_client
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
 
 
@@ -23,11 +24,18 @@ from sentinel.fleet.shipping import Shipping
 @click.argument("directory", required=False)
 @broker_options
 @click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
+@key_option
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
 def ship(
-    directory: str | None, broker: BrokerConfig, node: str | None, drain_s: float, log_format: str, log_level: str
+    directory: str | None,
+    broker: BrokerConfig,
+    node: str | None,
+    key: RunKey | None,
+    drain_s: float,
+    log_format: str,
+    log_level: str,
 ) -> int:
     """Publish the spools in DIRECTORY, a directory of runs on this machine, as they are written.
 
@@ -42,9 +50,9 @@ def ship(
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")
     nats_client()
     name = node or socket.gethostname()
-    shipping = Shipping(
-        NodeRuns(where, name, on_problem=logging.getLogger("sentinel.fleet").warning), broker, drain_s=drain_s
-    )
+    warn = logging.getLogger("sentinel.fleet").warning
+    runs = NodeRuns(where, name, on_problem=warn, is_signed=key is not None)
+    shipping = Shipping(runs, broker, drain_s=drain_s, key=key)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
     return 0 if asyncio.run(shipping.run()) else 1

@@ -50,6 +50,8 @@ class _Run:
         self.seen_until: dict[str, float] = {}
         """Node -> the moment of this clock as of which its heads are known."""
         self.held: deque[tuple[float, SpoolChunk]] = deque()
+        self.numbers: dict[str, tuple[str, int]] = {}
+        """Node -> `number` of its newest beat."""
         self.spoken: set[str] = set()
         """Nodes that have said since the beginning what they hold."""
 
@@ -133,6 +135,10 @@ class CopiedRuns:
                 return None
             run = self._runs.setdefault(beat.run, _Run())
             now = self._clock()
+            if beat.number[0] == run.numbers.get(beat.node, ("", 0))[0] and beat.number <= run.numbers[beat.node]:
+                return None  # it came before
+            if beat.number[0]:
+                run.numbers[beat.node] = beat.number
             run.heard[beat.node] = now
             run.spoken.add(beat.node)
             if beat.echo[0] == self.join:
@@ -143,7 +149,7 @@ class CopiedRuns:
             return Answer(
                 version=VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run, spools=spools,
                 commands=self._commands(beat.run, set(beat.commands)),
-                is_drained=is_drained and not run.held,
+                is_drained=is_drained and not run.held, to=beat.number,
             )  # fmt: skip
 
     def release(self) -> int:

@@ -18,6 +18,7 @@ from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
+from sentinel.fleet.run_key import UNSIGNED, RunKey
 from sentinel.fleet.sealed import Beat, SpoolChunk, seal, unseal
 
 if TYPE_CHECKING:
@@ -39,9 +40,19 @@ class JoinIntake:
     """The work of `sentinel join` that is not the daemon's. `close` ends it."""
 
     def __init__(
-        self, copies: CopiedRuns, broker: BrokerConfig, lease: JoinLease, *, stream_bytes: int = STREAM_BYTES
+        self,
+        copies: CopiedRuns,
+        broker: BrokerConfig,
+        lease: JoinLease,
+        *,
+        stream_bytes: int = STREAM_BYTES,
+        key: RunKey | None = None,
     ) -> None:
-        """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here."""
+        """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here.
+
+        key: by which answers are signed, and beats known; None: they are not.
+        """
+        self._key = key
         self.problem = "no broker is reached yet"
         """Why nothing is taken just now; empty: it is."""
         self.lost = ""
@@ -53,6 +64,8 @@ class JoinIntake:
         """The lease is, or was, held, and what lies in the directory is known."""
         self._on_lost: Callable[[], None] = lambda: None
         self._is_drained = False
+        self._has_streams = False
+        """They were there when the lease was last looked after."""
         self._has_reconnected = False
         self._newest_seq = 0
         """Newest message of the stream that was taken by this consumer."""
@@ -174,11 +187,14 @@ class JoinIntake:
         from nats.errors import Error
 
         try:
-            await ensure_streams(jetstream, self._stream_bytes)
+            if not self._has_streams:
+                await ensure_streams(jetstream, self._stream_bytes)
+            self._has_streams = False
             await self._lease.step(jetstream)
         except (TimeoutError, Error, OSError) as error:
             self._told(f"the lease cannot be had: {_words(error)}")
             return False
+        self._has_streams = True
         return True
 
     async def _give_back(self, jetstream: JetStreamContext) -> None:
@@ -266,10 +282,15 @@ class JoinIntake:
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
+        if self._key is not None and not self._key.has_signed(message.subject, message.data, message.headers):
+            self._copies.refuse(message.subject, f"{message.subject}: {UNSIGNED}")
+            return
         answer = self._copies.take_beat(beat, is_drained=self._is_drained)
         if answer is not None and client.is_connected:
             with contextlib.suppress(Error, OSError):
-                await client.publish(subjects.answer(answer.run, answer.node), seal(answer))
+                subject, data = subjects.answer(answer.run, answer.node), seal(answer)
+                headers = self._key.headers(subject, data) if self._key is not None else None
+                await client.publish(subject, data, headers=headers)
 
 
 def _words(error: Exception) -> str:

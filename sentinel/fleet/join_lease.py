@@ -108,6 +108,11 @@ class JoinLease:
             self.is_lost = True
         if self.is_lost:
             return
+        began = self._clock()
+        if self._held_until and await self._append(jetstream, self._record(self.held_epoch)):
+            # One request alone: a broker that answers slowly must not cost the lease.
+            self._held_until = began + self.times.stop_s
+            return
         record = await self._look(jetstream)
         is_mine = record is not None and record.holder_id == self._id
         if self._held_until:

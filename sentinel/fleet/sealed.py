@@ -83,6 +83,10 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Why nothing is published just now, in words; empty: it is."""
     is_leaving: bool = False
     """The node ends, and speaks no more."""
+    number: tuple[str, int] = ("", 0)
+    """(drawn by the shipper when it began, beats that it has sent): an answer names the beat that it answers."""
+    refused: list[str] = []
+    """What of the join was not believed lately, in words."""
 
 
 class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +116,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Name -> bytes of commands that the node does not have."""
     is_drained: bool = False
     """Nothing waits in the stream: what was published and is not held is lost."""
+    to: tuple[str, int] = ("", 0)
+    """`number` of the beat that is answered."""
 
 
 Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer)

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.store.lease_fence import LeaseFence
-
 from ..support.fleet_faults import Recorded, World
 
 pytestmark = pytest.mark.slow

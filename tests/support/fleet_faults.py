@@ -30,6 +30,7 @@ from sentinel.fleet.known_epochs import highest_epoch
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.sealed import MAX_MESSAGE_BYTES, Answer, Beat, SpoolChunk, seal, unseal
 from sentinel.store.journal import Commit
+from sentinel.store.lease_fence import FencedOff
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, SyntheticRun
 from sentinel.wire.spool import read_ack
@@ -222,7 +223,6 @@ class WorkingJoin:
         self._goes_on = threading.Event()
         self._armed: tuple[str, float, threading.Event] | None = None
         self.disarm: Callable[[], None] = lambda: None
-        self.was_fenced_off = False
 
     def turn(self) -> None:
         world = self.world
@@ -261,7 +261,7 @@ class WorkingJoin:
                     pass
                 self.tell()
         except StoreError as error:
-            self.was_fenced_off = True
+            self.world.counts["fenced off"] += isinstance(error, FencedOff)
             self.problems.append(str(error))
             self.close_run()
 
@@ -477,7 +477,7 @@ class World:
 
     def _stall(self, where: str) -> None:
         for one in self.joins:
-            one.stall(where, self.rng.choice((1.0, 8.0, 15.0)))
+            one.stall(where, self.rng.choice((1.0, 12.0, 15.0)))
 
     def _cut_off(self, span: float) -> None:
         for node in self.nodes:

@@ -17,6 +17,7 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
@@ -46,11 +47,12 @@ ALONE = LeaseTimes(renew_s=0.2, stop_s=60.0, takeover_s=0.2)
 class Shipper:
     """One shipper in a thread, which can be left in the lurch."""
 
-    def __init__(self, directory: Path, node: str, url: str) -> None:
+    def __init__(self, directory: Path, node: str, url: str, key: RunKey | None = None) -> None:
         self.problems: list[str] = []
         self.shipping = Shipping(
-            NodeRuns(directory, node, on_problem=self.problems.append), BrokerConfig(server=url), drain_s=60.0
-        )
+            NodeRuns(directory, node, on_problem=self.problems.append, is_signed=key is not None),
+            BrokerConfig(server=url), drain_s=60.0, key=key,
+        )  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[bool] | None = None
         self.is_drained = False
@@ -118,13 +120,14 @@ class Join:
         begin_s: float = 0.6,
         num_nodes: int = 2,
         lease: JoinLease | None = None,
+        key: RunKey | None = None,
     ) -> None:
         """num_nodes: nothing is judged before so many have spoken, for on a busy machine one begins late."""
         directory.mkdir(exist_ok=True)
         self.run_dir = directory / "run"
         self.problems: list[str] = []
         self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
-        self.intake = JoinIntake(self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE))
+        self.intake = JoinIntake(self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE), key=key)
         self.ended = threading.Event()
         self.intake.start(self.ended.set)
         self.run: ServedRun | None = None
