@@ -1,14 +1,16 @@
-"""Where the broker is and as whom it is spoken to: the options that `ship`, `join` and `fleet status` share."""
+"""Where the broker is, as whom it is spoken to, by which key: the options that `ship`, `join` and `fleet status` share."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.run_key import RunKey
 
 Command = Callable[..., Any]
 
@@ -35,3 +37,11 @@ def broker_options(command: Command) -> Command:
     for option in reversed(options):
         call = option(call)
     return call
+
+
+def key_option(command: Command) -> Command:
+    """Add the option of the fleet's key to a command, which gets it as `key`."""
+    return click.option(
+        "--key", metavar="FILE", help="Key that ship and join share, mode 0600: what is not signed by it is refused.",
+        callback=lambda context, option, path: RunKey.read(Path(path)) if path else None,
+    )(command)  # fmt: skip

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import click
 
-from sentinel.cli.broker_options import broker_options
+from sentinel.cli.broker_options import broker_options, key_option
 from sentinel.cli.code import allow_code_option
 from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
+from sentinel.fleet.run_key import RunKey
 
 
 @click.command()
@@ -30,6 +31,14 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
 @click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
 @listening_options("127.0.0.1:9464")
 @click.option("--no-http", is_flag=True, help="Listen nowhere.")
+@click.option(
+    "--takeover-s",
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A standby takes over when the join that works was silent for so long; it stops itself after 60 % of that.",
+)
+@key_option
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
@@ -42,6 +51,8 @@ def join(
     config: str | None,
     listening: Listening,
     no_http: bool,
+    takeover_s: float,
+    key: RunKey | None,
     drain_s: float,
     log_format: str,
     log_level: str,
@@ -58,7 +69,8 @@ def join(
     from sentinel.fleet.broker import nats_client
     from sentinel.fleet.copied_runs import CopiedRuns
     from sentinel.fleet.join_intake import JoinIntake
-    from sentinel.fleet.join_lease import JoinLease
+    from sentinel.fleet.join_lease import JoinLease, LeaseTimes
+    from sentinel.fleet.known_epochs import highest_epoch
     from sentinel.private_files import make_directory
 
     begin_log(sys.stderr, log_format, log_level)
@@ -72,12 +84,18 @@ def join(
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"
     copies = CopiedRuns(where, name, on_problem=warn)
-    intake = JoinIntake(copies, broker, JoinLease(name), stream_bytes=stream_mib << 20)
+    if not takeover_s >= 1.0:
+        raise ConfigError(f"--takeover-s: expected 1 at least, got {takeover_s:g}")
+    lease = JoinLease(
+        name, LeaseTimes.of(takeover_s), floor=lambda: highest_epoch(where, Path(state_dir) if state_dir else None)
+    )
+    intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20, key=key)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
         notify_socket=os.environ.get("NOTIFY_SOCKET", ""), drain_s=drain_s, on_the_way=copies.on_the_way,
         rows_from=copies.rows_of, standby_of=lambda: intake.standby_of, join_health=intake.health,
+        epoch=lambda: intake.epoch,
     )  # fmt: skip
     try:
         daemon = Daemon(options, os.environ, sys.stderr)

@@ -6,16 +6,18 @@ import sys
 
 import click
 
-from sentinel.cli.broker_options import broker_options
+from sentinel.cli.broker_options import broker_options, key_option
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.cli.ship import publish
 from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.run_key import RunKey
 
 
 @click.command()
 @click.argument("directory", required=False)
 @broker_options
 @click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
+@key_option
 @click.option(
     "--rules", "packs", multiple=True, metavar="PATH", help="Rule packs of the join: a file, a directory, or a name."
 )
@@ -26,6 +28,7 @@ def node(
     directory: str | None,
     broker: BrokerConfig,
     node: str | None,
+    key: RunKey | None,
     packs: tuple[str, ...],
     drain_s: float,
     log_format: str,
@@ -41,4 +44,4 @@ def node(
     from sentinel.rules.language.loader import load_pack
 
     begin_log(sys.stderr, log_format, log_level)
-    return publish(directory, broker, node, drain_s, Engine(load_pack(list(packs))).row_kinds)
+    return publish(directory, broker, node, key, drain_s, Engine(load_pack(list(packs))).row_kinds)

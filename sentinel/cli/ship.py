@@ -11,12 +11,13 @@ from pathlib import Path
 
 import click
 
-from sentinel.cli.broker_options import broker_options
+from sentinel.cli.broker_options import broker_options, key_option
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig, nats_client
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
 
 
@@ -24,11 +25,18 @@ from sentinel.fleet.shipping import Shipping
 @click.argument("directory", required=False)
 @broker_options
 @click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
+@key_option
 @click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
 @click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
 def ship(
-    directory: str | None, broker: BrokerConfig, node: str | None, drain_s: float, log_format: str, log_level: str
+    directory: str | None,
+    broker: BrokerConfig,
+    node: str | None,
+    key: RunKey | None,
+    drain_s: float,
+    log_format: str,
+    log_level: str,
 ) -> int:
     """Publish the spools in DIRECTORY, a directory of runs on this machine, as they are written.
 
@@ -36,11 +44,16 @@ def ship(
     spools. SIGTERM and SIGINT wait until the join holds everything (exit code 0), or for --drain-s (1).
     """
     begin_log(sys.stderr, log_format, log_level)
-    return publish(directory, broker, node, drain_s, None)
+    return publish(directory, broker, node, key, drain_s, None)
 
 
 def publish(
-    directory: str | None, broker: BrokerConfig, node: str | None, drain_s: float, digested_kinds: frozenset[str] | None
+    directory: str | None,
+    broker: BrokerConfig,
+    node: str | None,
+    key: RunKey | None,
+    drain_s: float,
+    digested_kinds: frozenset[str] | None,
 ) -> int:
     """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; others as the options of `ship`."""
     where = Path(directory).absolute() if directory else runs_directory()
@@ -48,8 +61,10 @@ def publish(
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")
     nats_client()
     problem = logging.getLogger("sentinel.fleet").warning
-    runs = NodeRuns(where, node or socket.gethostname(), digested_kinds=digested_kinds, on_problem=problem)
-    shipping = Shipping(runs, broker, drain_s=drain_s)
+    runs = NodeRuns(
+        where, node or socket.gethostname(), digested_kinds=digested_kinds, on_problem=problem, is_signed=key is not None
+    )
+    shipping = Shipping(runs, broker, drain_s=drain_s, key=key)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
     # `sentinel fleet up` starts us with SIGTERM held back.

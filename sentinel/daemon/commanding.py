@@ -138,7 +138,7 @@ class Commanding:
                 self._escalator.follow(changed, newest_step=newest_step, step_time_s=step_time_s, now=now, begun_s=begun_s)
                 self._edits.turn(in_use, newest_step=newest_step, step_time_s=step_time_s, now=now, mono=time.monotonic())
                 self.keep()
-                for row in self._journal.outbox.waiting("escalation", now):
+                for row in () if self._journal.is_fenced_off else self._journal.outbox.waiting("escalation", now):
                     if not ended:
                         # After a restart no frame has come yet; in a run that is over nobody reads commands any more.
                         if now - self._started > SILENT_START_S:

@@ -85,6 +85,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     more then, and is to be stopped."""
     join_health: Callable[[], JoinHealth] | None = None
     """Returns how the join is whose daemon this is, for any thread; None: it is no join's."""
+    epoch: Callable[[], int] = lambda: 0
+    """Returns the epoch of the lease under which runs are served; 0: under none."""
     is_dry_run: bool = False
     """Nothing is sent: the log says what would be."""
 
@@ -120,7 +122,7 @@ class Daemon:
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
             serve=lambda paths: ServedRun(
                 paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
-                options.rows_from(paths.name),
+                options.rows_from(paths.name), options.epoch(),
             ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from sentinel.errors import StoreError
 from sentinel.report.outbox import ToldAlert
 from sentinel.store.outbox_table import OutboxTable, ToldIncident, Waiting
 
@@ -56,7 +57,10 @@ class Outboxes:
         return sum(outbox.num_waiting(topic) for _, outbox in self._all())
 
     def begin_delivery(self, deliveries: Mapping[int, str]) -> None:
-        """Note which delivery each position is part of, durably."""
+        """Note which delivery each position is part of, durably. StoreError: a run of them is served no more, by us."""
+        known = dict(self._all())
+        if any(position % STRIDE not in known for position in deliveries):
+            raise StoreError("a run with something to send is not served here any more; who serves it sends it")
         self._each(
             list(deliveries),
             lambda outbox, number, own: outbox.begin_delivery({at: deliveries[at * STRIDE + number] for at in own}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,11 @@ log = logging.getLogger("sentinel.serving")
 class RunHistory:
     """Of one run. Called by the loop. A history that cannot be read or made is a problem that is said; the run is judged."""
 
-    def __init__(self, run_dir: Path, journal: Path, config: HistoryConfig) -> None:
+    def __init__(
+        self, run_dir: Path, journal: Path, config: HistoryConfig, *, is_ours: Callable[[], bool] = lambda: True
+    ) -> None:
+        """is_ours: whether no other process has taken the run over."""
+        self._is_ours = is_ours
         self._folder, self._journal, self._config = run_dir / FOLDER, journal, config
         self._writer: HistoryWriter | None = None
         self._vectors: UnjudgedVectors | None = None
@@ -51,7 +55,9 @@ class RunHistory:
             from sentinel.history.writer import HistoryWriter
 
             with self._noting_obstacles():
-                self._writer = HistoryWriter(self._folder, self._config, after=after, found=FoundRows(self._journal))
+                self._writer = HistoryWriter(
+                    self._folder, self._config, after=after, found=FoundRows(self._journal), is_ours=self._is_ours
+                )
                 self._vectors = UnjudgedVectors()
 
     def attempts(self) -> tuple[tuple[int, int], ...]:

@@ -83,10 +83,12 @@ class ServedRun:
         environ: Mapping[str, str] = NO_ENVIRONMENT,
         on_the_way: Callable[[], Collection[str]] = tuple,
         rows_from: RowSource | None = None,
+        epoch: int = 0,
     ) -> None:
         """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors.
 
-        on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`.
+        on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`. epoch: of the lease under which it is served, as of
+        `Journal`; 0: under none.
         """
         self._on_the_way, self._rows_from = on_the_way, rows_from
         self._meters = meters or DaemonMeters()
@@ -99,9 +101,13 @@ class ServedRun:
         self._escalation_due = 0.0
         self._spool_watch = SpoolWatch(self.name, paths.run_dir)
         with contextlib.ExitStack() as opened:
-            self._lock = opened.enter_context(contextlib.closing(RunLock(paths.lock_directory, f"run {paths.run_dir}")))
+            self._lock = opened.enter_context(
+                contextlib.closing(RunLock(paths.lock_directory, f"run {paths.run_dir}", epoch=epoch))
+            )
+            if self._lock.former:
+                log.warning("run %s: taken over from process %s, which has not ended", self.name, self._lock.former)
             with _records_in_words(paths.journal), _trouble_in_words(paths.journal):
-                self.journal = opened.enter_context(contextlib.closing(Journal(paths.journal)))
+                self.journal = opened.enter_context(contextlib.closing(Journal(paths.journal, epoch=epoch)))
                 paths.remember()
                 self._acts = JudgedActs(paths.run_dir, self.journal)
                 self.commanding = Commanding(paths, config.control, self.journal)
@@ -117,7 +123,9 @@ class ServedRun:
                     self.journal, config.notify.routes(), self._contexts.of, config.notify.escalate
                 )
                 self._files = opened.enter_context(contextlib.closing(RunFiles(paths, self.journal)))
-                self._history = RunHistory(paths.run_dir, paths.journal, config.history)
+                self._history = RunHistory(
+                    paths.run_dir, paths.journal, config.history, is_ours=lambda: not self.journal.is_fenced_off
+                )
                 self.mirrors = RunMirrors(paths, self.journal, config.mirrors, config.labels, environ)
                 acknowledgement = Acknowledgement(paths.run_dir / "spool")
                 self._snapshots = Snapshots(self.name, self.journal, config.judging.snapshot_interval_s)

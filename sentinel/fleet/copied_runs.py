@@ -72,6 +72,17 @@ class _Run:
         self.spoke: dict[str, tuple[float, int, float]] = {}
         """Node -> (when its newest beat came, bytes that wait there, seconds for which they have)."""
         self.held: deque[tuple[float, SpoolChunk]] = deque()
+        self.numbers: dict[str, tuple[str, int]] = {}
+        """Node -> `number` of its newest beat."""
+        self.spoken: set[str] = set()
+        """Nodes that have said since the beginning what they hold."""
+
+    def is_behind(self, folder: str, copy: SpoolCopy) -> bool:
+        """Return whether a spool holds more than its copy, or may: its node has not spoken yet."""
+        head = self.heads.get(folder)
+        if head is None:
+            return self.owners[folder] not in self.spoken
+        return _is_beyond(head.head, copy.place)
 
 
 class CopiedRuns:
@@ -128,9 +139,8 @@ class CopiedRuns:
             now = self._clock()
             return frozenset(
                 folder
-                for folder, head in known.heads.items()
-                if now - known.heard.get(known.owners.get(folder, ""), -SILENT_S) < SILENT_S
-                and _is_beyond(head.head, known.copies[folder].place)
+                for folder, copy in known.copies.items()
+                if now - known.heard.get(known.owners[folder], -SILENT_S) < SILENT_S and known.is_behind(folder, copy)
             )
 
     def take_chunk(self, chunk: SpoolChunk) -> None:
@@ -190,7 +200,12 @@ class CopiedRuns:
                 return None
             run = self._runs.setdefault(beat.run, _Run())
             now = self._clock()
+            if beat.number[0] == run.numbers.get(beat.node, ("", 0))[0] and beat.number <= run.numbers[beat.node]:
+                return None  # it came before
+            if beat.number[0]:
+                run.numbers[beat.node] = beat.number
             run.heard[beat.node] = now
+            run.spoken.add(beat.node)
             run.spoke[beat.node] = (
                 now,
                 sum(one.waiting_bytes for one in beat.spools.values()),
@@ -207,7 +222,7 @@ class CopiedRuns:
                 version=PLAIN_VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run,
                 spools=spools, commands=self._commands(beat.run, set(beat.commands)),
                 is_drained=is_drained and not run.held, wanted=rows.wanted(beat.node),
-                num_steps=(rows.num_steps, rows.num_fetched),
+                num_steps=(rows.num_steps, rows.num_fetched), to=beat.number,
             )  # fmt: skip
 
     def release(self) -> int:
@@ -297,7 +312,10 @@ class CopiedRuns:
         if refused:
             return SpoolHeld(FilePlace(), refused=refused)
         copy = run.copies[folder]
-        run.heads[folder] = head
+        former = run.heads.get(folder)
+        if former is None or not _is_beyond(former.head, head.head):
+            # A beat that was on its way for longer than the next one knows less.
+            run.heads[folder] = head
         copy.prune(head.first)
         if head.pulse_ns > 0:
             _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))

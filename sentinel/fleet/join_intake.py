@@ -20,6 +20,7 @@ from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
+from sentinel.fleet.run_key import UNSIGNED, RunKey
 from sentinel.fleet.sealed import Beat, DigestPiece, Published, SpoolChunk, seal, unseal, unseal_published
 from sentinel.join_health import JoinHealth
 from sentinel.printable import printable
@@ -43,9 +44,19 @@ class JoinIntake:
     """The work of `sentinel join` that is not the daemon's. `close` ends it."""
 
     def __init__(
-        self, copies: CopiedRuns, broker: BrokerConfig, lease: JoinLease, *, stream_bytes: int = STREAM_BYTES
+        self,
+        copies: CopiedRuns,
+        broker: BrokerConfig,
+        lease: JoinLease,
+        *,
+        stream_bytes: int = STREAM_BYTES,
+        key: RunKey | None = None,
     ) -> None:
-        """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here."""
+        """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here.
+
+        key: by which answers are signed, and beats known; None: they are not.
+        """
+        self._key = key
         self.problem = "no broker is reached yet"
         """Why nothing is taken just now; empty: it is."""
         self.lost = ""
@@ -59,6 +70,8 @@ class JoinIntake:
         """The lease is, or was, held, and what lies in the directory is known."""
         self._on_lost: Callable[[], None] = lambda: None
         self._is_drained = False
+        self._has_streams = False
+        """They were there when the lease was last looked after."""
         self._has_reconnected = False
         self._newest_seq = 0
         """Newest message of the stream that was taken by this consumer."""
@@ -84,6 +97,11 @@ class JoinIntake:
         return msgspec.structs.replace(
             known, is_active=True, epoch=self._lease.epoch, is_connected=not away, problems=away + known.problems
         )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under which this process has, or had, the lease. For any thread."""
+        return self._lease.held_epoch
 
     def start(self, on_lost: Callable[[], None] = lambda: None) -> None:
         """Begin; returns at once. on_lost: called, in another thread, once `lost` says why."""
@@ -146,7 +164,9 @@ class JoinIntake:
                 await asyncio.wait_for(client.close(), 2.0)
         if not self._is_closing.is_set():
             self._copies.end("the lease was lost")
-            self.lost = f"the lease was not renewed for {self._lease.times.stop_s:g} s, or taken by {self.standby_of}"
+            holder = self._lease.holder
+            taken = f", and {holder} has it now" if holder not in ("", self._lease.owner) else ""
+            self.lost = f"the lease of epoch {self.epoch} was not renewed for {self._lease.times.stop_s:g} s{taken}"
             log.error("join: %s; this process does nothing more and ends", self.lost)
             self._on_lost()
 
@@ -169,7 +189,7 @@ class JoinIntake:
             if not self._lease.is_held:
                 await asyncio.sleep(self._lease.times.renew_s / 4)
         if said and self._lease.is_held:
-            log.info("join: taken over, epoch %d", self._lease.epoch)
+            log.info("join: taken over, epoch %d", self._lease.held_epoch)
 
     async def _keep(self, client: Client, jetstream: JetStreamContext) -> None:
         """Renew the lease until it is lost."""
@@ -187,11 +207,14 @@ class JoinIntake:
         from nats.errors import Error
 
         try:
-            await ensure_streams(jetstream, self._stream_bytes)
+            if not self._has_streams:
+                await ensure_streams(jetstream, self._stream_bytes)
+            self._has_streams = False
             await self._lease.step(jetstream)
         except (TimeoutError, Error, OSError) as error:
             self._told(f"the lease cannot be had: {_words(error)}")
             return False
+        self._has_streams = True
         return True
 
     async def _give_back(self, jetstream: JetStreamContext) -> None:
@@ -295,12 +318,17 @@ class JoinIntake:
         except WireError as error:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
+        if self._key is not None and not self._key.has_signed(message.subject, message.data, message.headers):
+            self._copies.refuse(message.subject, f"{message.subject}: {UNSIGNED}")
+            return
         if not self._is_its_own(message, beat):
             return
         answer = self._copies.take_beat(beat, is_drained=self._is_drained)
         if answer is not None and client.is_connected:
             with contextlib.suppress(Error, OSError):
-                await client.publish(subjects.answer(answer.run, answer.node), seal(answer))
+                subject, data = subjects.answer(answer.run, answer.node), seal(answer)
+                headers = self._key.headers(subject, data) if self._key is not None else None
+                await client.publish(subject, data, headers=headers)
 
 
 def _words(error: Exception) -> str:

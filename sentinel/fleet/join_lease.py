@@ -30,6 +30,11 @@ MAX_RECORDS = 256
 """Records that the stream keeps; the newest alone counts, the others are for who looks into it."""
 
 
+def boot_time() -> float:
+    """Return seconds that grow also while the machine sleeps, which those of `time.monotonic` do not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """When a lease is renewed, let go of and taken over, in seconds."""
 
@@ -37,6 +42,11 @@ class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float = 6.0
     """Less than `takeover_s` by more than two clocks drift apart in it, and a write to a disk takes."""
     takeover_s: float = 10.0
+
+    @classmethod
+    def of(cls, takeover_s: float) -> LeaseTimes:
+        """Return the times in the proportions of the default ones."""
+        return cls(renew_s=takeover_s / 5.0, stop_s=takeover_s * 0.6, takeover_s=takeover_s)
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +60,8 @@ class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
     """Grows by one with each new owner."""
     is_free: bool = False
     """It was given back."""
+    takeover_s: float = 0.0
+    """Who waits takes it no sooner, for its owner goes by that; 0: as who waits has it."""
 
 
 class JoinLease:
@@ -60,23 +72,30 @@ class JoinLease:
         owner: str,
         times: LeaseTimes = LeaseTimes(),  # noqa: B008 -- frozen
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_time,
+        floor: Callable[[], int] = lambda: 0,
     ) -> None:
-        """owner: name of this process. clock: monotonic seconds."""
+        """owner: name of this process. clock: monotonic seconds. floor: returns an epoch that is taken already, whatever
+        the broker says: asked before each take-over, for a broker may have lost its records.
+        """
         self.owner, self.times = owner, times
         self.epoch = 0
-        """The highest that was seen; of who has the lease, its own."""
+        """The highest that was seen."""
+        self.held_epoch = 0
+        """That of this process; 0: it never had the lease."""
         self.holder = ""
         """Who has it, as far as known; empty: nobody is known to."""
         self.is_lost = False
         """It was held, and is no more; for good: another process may begin anew."""
-        self._clock = clock
+        self._clock, self._floor = clock, floor
         self._id = secrets.token_hex(8)
         self._held_until = 0.0
         """By our clock; 0: it was not held yet."""
         self._seq: int | None = None
         """Sequence of the stream as it was last seen; None: never."""
         self._changed_at = 0.0
+        self._owner_takeover_s = 0.0
+        """`takeover_s` of who has it."""
 
     @property
     def is_held(self) -> bool:
@@ -89,6 +108,11 @@ class JoinLease:
             self.is_lost = True
         if self.is_lost:
             return
+        began = self._clock()
+        if self._held_until and await self._append(jetstream, self._record(self.held_epoch)):
+            # One request alone: a broker that answers slowly must not cost the lease.
+            self._held_until = began + self.times.stop_s
+            return
         record = await self._look(jetstream)
         is_mine = record is not None and record.holder_id == self._id
         if self._held_until:
@@ -96,23 +120,31 @@ class JoinLease:
             if record is not None and not is_mine:
                 self.is_lost = True
                 return
-            epoch = self.epoch
-        elif is_mine:
+            epoch = self.held_epoch
+        elif record is not None and is_mine:
             # Taken, and the answer was lost.
-            epoch = self.epoch
-        elif (record is not None and record.is_free) or self._clock() - self._changed_at >= self.times.takeover_s:
-            epoch = self.epoch + 1
+            epoch = record.epoch
+        elif (record is not None and record.is_free) or self._clock() - self._changed_at >= self._wait_s:
+            epoch = max(self.epoch, self._floor()) + 1
         else:
             return
         began = self._clock()
-        if await self._append(jetstream, LeaseRecord(self.owner, self._id, epoch)):
-            self.epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
+        if await self._append(jetstream, self._record(epoch)):
+            self.epoch = max(self.epoch, epoch)
+            self.held_epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
 
     async def give_back(self, jetstream: JetStreamContext) -> None:
         """Let go of the lease, so that who waits has it at once."""
         if self.is_held:
             self.is_lost = True
-            await self._append(jetstream, LeaseRecord(self.owner, self._id, self.epoch, is_free=True))
+            await self._append(jetstream, self._record(self.held_epoch, is_free=True))
+
+    @property
+    def _wait_s(self) -> float:
+        return max(self.times.takeover_s, self._owner_takeover_s)
+
+    def _record(self, epoch: int, *, is_free: bool = False) -> LeaseRecord:
+        return LeaseRecord(self.owner, self._id, epoch, is_free, self.times.takeover_s)
 
     async def _look(self, jetstream: JetStreamContext) -> LeaseRecord | None:
         """Return the newest record; None: there is none that can be read."""
@@ -132,7 +164,7 @@ class JoinLease:
         except MALFORMED as error:
             log.warning("stream %s: expected a record of a lease, got %s", LEASES, error)
             return None
-        self.epoch = max(self.epoch, record.epoch)
+        self.epoch, self._owner_takeover_s = max(self.epoch, record.epoch), record.takeover_s
         self.holder = "" if record.is_free else printable(record.owner[:200])
         return record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from sentinel.control.command_files import COMMAND_FILE, place_command
 from sentinel.errors import StoreError
 from sentinel.fleet.node_digests import RunDigests
+from sentinel.fleet.run_key import UNSIGNED
 from sentinel.fleet.sealed import (
     MAX_COMMANDS,
     MAX_MESSAGE_BYTES,
@@ -41,6 +43,10 @@ THINNED_BYTES = 4 * 2**20
 """Most bytes of a spool that one chunk without rows stands for, and of rows that are read at once."""
 RESEND_S = 3.0
 """What was published and is not held so long after the stream was drained is published again."""
+EXPIRES_S = 30.0
+"""An answer to a beat that was sent longer ago is not believed, where answers are signed."""
+SAID_S = 60.0
+"""For so long beats say what was not believed."""
 MAX_SPOOLS = 512
 """Most spools of a run of which one beat speaks: those that wait first, then the newest."""
 
@@ -71,6 +77,10 @@ class _NodeRun:
         self.owed: dict[AwayFrame, float] = {}
         """The same of frames that the join is to have before this node ends."""
         self.num_digests = 0
+        self.answered = 0
+        """The newest beat to which an answer was taken."""
+        self.refused: dict[str, float] = {}
+        """What was not believed, in words -> when last, monotonic seconds."""
 
 
 class NodeRuns:
@@ -84,12 +94,18 @@ class NodeRuns:
         digested_kinds: frozenset[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
+        is_signed: bool = False,
     ) -> None:
         """directory: of the runs of this machine. on_problem: told of each thing that goes wrong, once.
 
         digested_kinds: spools are published without their rows, for which digests stand that carry the rows of these kinds;
-        None: spools are published as they are.
+        None: spools are published as they are. is_signed: nothing is taken from an answer that is not signed, came before,
+        or answers no beat of the last `EXPIRES_S`.
         """
+        self._is_signed = is_signed
+        self._session, self._num_beats = secrets.token_hex(8), 0
+        self._sent: dict[int, float] = {}
+        """Beat -> when it was sent, monotonic seconds, for so long as it may be answered."""
         self.directory, self.node = directory, node
         self._kinds = digested_kinds
         self._owed_at = -RESEND_S
@@ -214,16 +230,30 @@ class NodeRuns:
                 by_need = sorted(heads, key=lambda one: (heads[one].waiting_bytes == 0, -_mtime(run.spools[one])))
                 heads = {one: heads[one] for one in by_need[:MAX_SPOOLS]}
             names = sorted(one for one in _names(run.run_dir / "control") if COMMAND_FILE.fullmatch(one))
+            self._num_beats += 1
+            self._sent = {number: at for number, at in self._sent.items() if now - at <= EXPIRES_S}
+            self._sent[self._num_beats] = now
             yield Beat(
                 version=PLAIN_VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
-                blocked=blocked, is_leaving=is_leaving,
+                blocked=blocked, is_leaving=is_leaving, number=(self._session, self._num_beats),
+                refused=[why for why, at in run.refused.items() if now - at <= SAID_S],
             )  # fmt: skip
 
-    def take_answer(self, answer: Answer) -> None:
-        """Go by what the join says: where each spool goes on, what is committed, what is commanded."""
+    def take_answer(self, answer: Answer, *, has_signature: bool = False) -> None:
+        """Go by what the join says: where each spool goes on, what is committed, what is commanded.
+
+        has_signature: by our key.
+        """
         run = self._runs.get(answer.run)
         if run is None or answer.node != self.node:
             return
+        if self._is_signed:
+            if why := self._disbelief(run, answer, has_signature):
+                why = f"run {answer.run}: join {printable(answer.join[:64])}: {why}; nothing is taken from it"
+                run.refused[why] = self._clock()
+                self._tell(why)
+                return
+            run.answered = answer.to[1]
         if answer.join == run.echo[0] and answer.stamp < run.echo[1]:
             return
         is_new_join = answer.join != run.echo[0]
@@ -258,6 +288,19 @@ class NodeRuns:
             self._commit(spool, said.acked)
         for name, data in answer.commands.items():
             self._obey(run, name, data)
+
+    def _disbelief(self, run: _NodeRun, answer: Answer, has_signature: bool) -> str:
+        """Return why an answer is not believed; empty: it is. No clock but ours has a say."""
+        session, number = answer.to
+        if not has_signature:
+            return f"its answer is forged: {UNSIGNED}"
+        if session != self._session or number > self._num_beats:
+            return "its answer is repeated: it was given to another shipper, or to this one before it was started anew"
+        if number <= run.answered:
+            return "its answer is repeated: that beat, or a later one, was answered before"
+        if number not in self._sent:
+            return f"its answer is expired: the beat that it answers is older than {EXPIRES_S:g} s"
+        return ""
 
     @property
     def num_waiting_bytes(self) -> int:

@@ -70,6 +70,7 @@ async def overhear(broker: BrokerConfig, listen_s: float) -> list[NodeStatus]:
 def _status(beat: Beat, answer: Answer | None) -> NodeStatus:
     said = answer.spools if answer is not None else {}
     blocked = [beat.blocked] if beat.blocked else []
+    blocked += beat.refused
     blocked += sorted({one.refused for one in said.values() if one.refused})
     if answer is None:
         blocked.append("no join answers")

@@ -144,6 +144,10 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Why nothing is published just now, in words; empty: it is."""
     is_leaving: bool = False
     """The node ends, and speaks no more."""
+    number: tuple[str, int] = ("", 0)
+    """(drawn by the shipper when it began, beats that it has sent): an answer names the beat that it answers."""
+    refused: list[str] = []
+    """What of the join was not believed lately, in words."""
 
 
 class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +183,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Frames of rows that are waited for."""
     num_steps: tuple[int, int] = (0, 0)
     """Steps that were judged of digests, and steps whose rows were asked for, since the join began."""
+    to: tuple[str, int] = ("", 0)
+    """`number` of the beat that is answered."""
 
 
 Published: TypeAlias = SpoolChunk | DigestPiece | RowsPiece

@@ -15,6 +15,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Published, seal, unseal
 
 if TYPE_CHECKING:
@@ -38,8 +39,11 @@ LONGEST_PAUSE_S = 5.0
 class Shipping:
     """The work of `sentinel ship`."""
 
-    def __init__(self, runs: NodeRuns, broker: BrokerConfig, *, drain_s: float = 10.0) -> None:
-        """drain_s: longest time after `stop` until all that the spools hold is held by the join."""
+    def __init__(self, runs: NodeRuns, broker: BrokerConfig, *, drain_s: float = 10.0, key: RunKey | None = None) -> None:
+        """drain_s: longest time after `stop` until all that the spools hold is held by the join. key: by which beats are
+        signed, and answers known, as `runs` wants them; None: they are not.
+        """
+        self._key = key
         self.blocked = ""
         """Why nothing is published just now; empty: it is."""
         self.num_published = 0
@@ -178,7 +182,9 @@ class Shipping:
             return
         for beat in self._runs.beats(blocked=self.blocked, is_leaving=is_leaving):
             with contextlib.suppress(Error, OSError):
-                await client.publish(subjects.beat(beat.run, beat.node), seal(beat))
+                subject, data = subjects.beat(beat.run, beat.node), seal(beat)
+                headers = self._key.headers(subject, data) if self._key is not None else None
+                await client.publish(subject, data, headers=headers)
         if is_leaving:
             with contextlib.suppress(Error, OSError, asyncio.TimeoutError):
                 await client.flush(2)
@@ -189,4 +195,5 @@ class Shipping:
         except WireError as error:
             log.warning("node %s: %s: %s", self._runs.node, message.subject, error)
             return
-        self._runs.take_answer(answer)
+        has_signature = self._key is not None and self._key.has_signed(message.subject, message.data, message.headers)
+        self._runs.take_answer(answer, has_signature=has_signature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 from sentinel.errors import WireError
@@ -36,6 +37,9 @@ class SpoolCopy:
         """(file index, offset) of frames whose rows are not here -> bytes of the frame."""
         self._part: tuple[str, int] = ("", 0)
         """(thinned file of which a part is here, bytes of it)"""
+        self._part_end = f".{secrets.token_hex(4)}.part"
+        """Of the names of such parts: another process that had this copy, and does not know it yet, has its own."""
+        self._drop_parts()
         self.place = self._found()
         """Behind all that is here."""
         self._find_away()
@@ -159,8 +163,10 @@ class SpoolCopy:
         if self._part != (chunk.file, chunk.offset):
             return 0 if self._part[0] == chunk.file and chunk.offset < self._part[1] else None
         make_directory(self.folder)
-        part = self.folder / f".{chunk.file}.part"
-        fd = create_file(part, os.O_WRONLY | os.O_NOFOLLOW | (0 if chunk.offset else os.O_TRUNC))
+        part = self.folder / f".{chunk.file}{self._part_end}"
+        # Never made at an offset: one that another process has deleted meanwhile would begin with a hole.
+        how = os.O_WRONLY | os.O_NOFOLLOW
+        fd = os.open(part, how | os.O_CLOEXEC) if chunk.offset else create_file(part, how | os.O_TRUNC)
         try:
             _write_all(fd, chunk.data, chunk.offset)
         finally:
@@ -171,6 +177,12 @@ class SpoolCopy:
             self._part = ("", 0)
             self.place = FilePlace(chunk.file, chunk.size)
         return len(chunk.data)
+
+    def _drop_parts(self) -> None:
+        """Delete the parts that another process left: the file is begun anew."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob(".*.part"):
+                path.unlink()
 
     def _keep(self, chunk: SpoolChunk) -> None:
         key = (chunk.file, chunk.offset)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.errors import SentinelError
+from sentinel.errors import SentinelError, StoreError
 from sentinel.exception_words import described
 from sentinel.exports.series import MergedStep
 from sentinel.history.compaction import compacted, expired
@@ -46,16 +46,18 @@ class HistoryWriter:
         after: int,
         found: FoundRows | None = None,
         clock: Callable[[], float] = time.time,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """after: the last decision that will not be given again; what the files lack up to it is missing for good.
-        found: where what was found is read; None: nothing is.
+        found: where what was found is read; None: nothing is. is_ours: asked before each write; what another process has
+        taken over is left as it is.
 
         StoreError when what is there cannot be read, OSError when nothing can be written there.
         """
         make_directory(folder)
         self.problem = ""
         """Why the newest steps are not on disk; empty: they are, or will be."""
-        self._folder, self._config, self._found, self._clock = folder, config, found, clock
+        self._folder, self._config, self._found, self._clock, self._is_ours = folder, config, found, clock, is_ours
         self._manifest = read_manifest(folder)
         delete_unnamed(folder, self._manifest)
         if not self._manifest.id:
@@ -166,6 +168,8 @@ class HistoryWriter:
 
     def _write(self, steps: Sequence[MergedStep], vectors: Sequence[MeasuredVector], newest: int) -> None:
         """Write steps with their vectors, and what was found since the last time; published up to the decision `newest`."""
+        if not self._is_ours():
+            raise StoreError(f"{self._folder}: another process has taken this run over, and writes its history")
         manifest = self._with_found(self._manifest)
         if steps:
             manifest = self._with_steps(manifest, steps, vectors)

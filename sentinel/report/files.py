@@ -282,7 +282,9 @@ class AppendLog:
                 break
             batch.append(other)
             size += len(other)
-        written = self._num_begun + os.writev(self._fd, batch)
+        # At its own place, not at the end: a process that was stopped here, and goes on when another has completed the file
+        # from the journal, writes the same bytes once more instead of behind them.
+        written = self._num_begun + os.pwritev(self._fd, batch, self._position.offset + self._num_begun)
         num_whole = 0
         while num_whole < len(batch) and written >= len(self._pending[num_whole]):
             length = len(self._pending[num_whole])
@@ -349,7 +351,7 @@ class AppendLog:
         self._close_file()
         path = self.file(index)
         make_directory(path.parent)
-        self._fd = create_file(path, os.O_WRONLY | os.O_APPEND)
+        self._fd = create_file(path, os.O_WRONLY)
         self._open_index = index
 
     def _close_file(self) -> None:

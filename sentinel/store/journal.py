@@ -20,6 +20,7 @@ from sentinel.store.audit import Audit
 from sentinel.store.found import Found, FoundAnomaly, FoundIncident
 from sentinel.store.journal_cut import JournalCut
 from sentinel.store.journal_file import JournalFile
+from sentinel.store.lease_fence import EPOCH
 from sentinel.store.outbox_table import OutboxTable, Outgoing
 from sentinel.store.run_values import RunValues
 from sentinel.store.salvage import Salvage
@@ -49,11 +50,13 @@ class Journal:
 
     path: `<state-dir>/journal.sqlite`, made 0600 with its directory 0700. Raises StoreError on a network file system,
     for a journal of a newer version, for a file that is no journal, and for what the disk did (`journal_trouble`).
+    epoch: of the lease under which this process writes; 0: under none. FencedOff where the journal knows a higher one, now
+    or at any later write.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False, epoch: int = 0) -> None:
         self.path = path
-        self._file = JournalFile(path, read_only=read_only)
+        self._file = JournalFile(path, read_only=read_only, epoch=epoch)
         self.found = Found(self._file)
         self.outbox = OutboxTable(self._file, read_only=read_only)
         self.audit = Audit(self._file)
@@ -66,6 +69,16 @@ class Journal:
     def close(self) -> None:
         """Close the file. What was committed stays."""
         self._file.close()
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch of a lease under which it was written; 0: under none."""
+        return int(self._file.meta(EPOCH) or 0)
+
+    @property
+    def is_fenced_off(self) -> bool:
+        """Whether a process with a lease of a higher epoch has taken this journal over."""
+        return self._file.fence.is_passed(self.epoch)
 
     # Decisions and packs: written before anything judges them.
 

@@ -13,6 +13,7 @@ from typing import Any
 from sentinel.errors import StoreError
 from sentinel.private_files import create_file, make_directory
 from sentinel.store.disk import refuse_network
+from sentinel.store.lease_fence import LeaseFence
 from sentinel.store.trouble import journal_trouble
 from sentinel.store.write_clock import WriteClock
 
@@ -49,9 +50,10 @@ LOG_BYTES = 64 * 2**20
 class JournalFile:
     """One connection behind one lock: hold `mutex` over several uses of `db` that belong together."""
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """StoreError: as of `Journal`."""
+    def __init__(self, path: Path, *, read_only: bool = False, epoch: int = 0) -> None:
+        """epoch, StoreError: as of `Journal`."""
         self.path = path
+        self.fence = LeaseFence(path, epoch)
         self.mutex = threading.RLock()
         self.writes = WriteClock(str(path.parent))
         refuse_network(path)
@@ -73,9 +75,11 @@ class JournalFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write what is executed inside whole or not at all. StoreError where the disk refuses it."""
+        """Write what is executed inside whole or not at all. StoreError where the disk refuses it; FencedOff."""
         self.db.execute("BEGIN IMMEDIATE")
         try:
+            # Inside, where no other process can write: what was believed before may be over by now.
+            self.fence.check(self.db)
             yield
             with self.writes.writing():
                 self.db.execute("COMMIT")
@@ -153,9 +157,11 @@ class JournalFile:
                     self.db.execute(statement)
                 self.db.execute("INSERT OR IGNORE INTO meta VALUES('schema', ?)", (SCHEMA_VERSION,))
         if not read_only:
-            self.db.execute(_TICKS)
-            # Journals of before it was kept have one from their next opening on.
-            self.db.execute("INSERT OR IGNORE INTO meta VALUES('id', lower(hex(randomblob(16))))")
+            with self.transaction():
+                self.fence.raise_to_own(self.db)
+                self.db.execute(_TICKS)
+                # Journals of before it was kept have one from their next opening on.
+                self.db.execute("INSERT OR IGNORE INTO meta VALUES('id', lower(hex(randomblob(16))))")
 
     def _version(self) -> int:
         row = self.row("SELECT name FROM sqlite_master WHERE name = 'meta'")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sentinel.errors import StoreError
 from sentinel.store.disk import mount_point, nearest
+from sentinel.store.lock_holders import holders_in_words
 
 PROBE_BYTES = 65536
 """Bytes written to find out why SQLite could not write: more than the 32 KiB of shared memory it needs beside a journal."""
@@ -50,6 +51,8 @@ def _words(path: Path, error: sqlite3.Error | OSError, read_only: bool) -> str:
     if code == sqlite3.SQLITE_FULL:
         return _of_system(path, OSError(errno.ENOSPC, str(error)))
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if who := holders_in_words(path):
+            return f"it is held ({error}) by {who}"
         return f"another process holds it ({error}); is it being copied or looked into? try again when that has ended"
     if code in _DISK:
         if path.is_dir():

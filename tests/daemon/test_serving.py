@@ -576,10 +576,10 @@ def test_a_full_disk_under_the_files_loses_nothing(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
 
-        def refuse(fd: int, buffers: list[bytes]) -> int:
+        def refuse(fd: int, buffers: list[bytes], offset: int) -> int:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(os, "writev", refuse)
+        patch.setattr(os, "pwritev", refuse)
         catch_up(run)
         assert any("No space left" in problem for problem in run.status.problems())
     run.turn(NOW)

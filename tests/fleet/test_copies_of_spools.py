@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sentinel.errors import ConfigError, WireError
@@ -262,6 +263,38 @@ def test_the_join_says_which_node_is_silent_behind_or_refused_and_which_disk_is_
     assert fleet.copies.health().num_silent == 1
     fleet.now += FORGOTTEN_S
     assert not fleet.copies.health().nodes
+
+
+def test_after_a_restart_a_spool_may_have_more_until_its_node_has_spoken(tmp_path: Path) -> None:
+    other = "r00004-0123abcd"
+    fleet = Fleet(tmp_path, "a", "b")
+    write(tmp_path / "a" / "run" / "spool" / FOLDER, "000000.spool", b"x" * 100)
+    write(tmp_path / "b" / "run" / "spool" / other, "000000.spool", b"y" * 100)
+    fleet.settle()
+    assert not fleet.copies.on_the_way("run")
+
+    copies = fleet.restarted("j2")
+    assert copies.on_the_way("run") == {FOLDER, other}
+    beats = {name: next(node.beats()) for name, node in fleet.nodes.items()}
+    copies.take_beat(beats["a"], is_drained=True)
+    assert copies.on_the_way("run") == {other}
+    fleet.now += SILENT_S
+    assert not copies.on_the_way("run")
+
+
+def test_a_beat_that_comes_late_takes_back_nothing(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    spool = tmp_path / "a" / "run" / "spool" / FOLDER
+    write(spool, "000000.spool", b"x" * 100)
+    fleet.settle()
+    early = next(fleet.nodes["a"].beats())
+    write(spool, "000000.spool", b"x" * 100)
+    late = next(fleet.nodes["a"].beats())
+    assert fleet.copies.take_beat(late, is_drained=True) is not None
+    for stale in (early, msgspec.structs.replace(early, number=("", 0)), late):
+        answer = fleet.copies.take_beat(stale, is_drained=True)
+        assert (answer is None) == bool(stale.number[0])
+        assert fleet.copies.on_the_way("run") == {FOLDER}
 
 
 def test_commands_reach_each_node_once_byte_for_byte(tmp_path: Path) -> None:

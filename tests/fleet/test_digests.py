@@ -11,11 +11,11 @@ from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import BitFlip, BlowUp, LossJump, SyntheticRun
 
+from ..support.fleet_parts import CONFIG, Join, Shipper, assert_same_results, bytes_of, go_on, nan_on, split
 from ..support.nats_broker import NatsBroker
 from ..support.results import anomalies
 from ..support.serving import judge_run, small_run
 from ..support.waiting import wait_for
-from .test_fleet import CONFIG, Join, Shipper, assert_same, bytes_of, go_on, nan_on, split
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBro
     assert [one.end() for one in shippers] == [True] * num_nodes
     join.finish()
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     rules = {one.rule for one in anomalies(run.directory)}
     assert {"replica-divergence", "non-finite", "loss-jump"} <= rules and ("rank-skew-layers" in rules or layout != "dp4")
     assert not join.problems and not [one for shipper in shippers for one in shipper.problems]
@@ -87,5 +87,5 @@ def test_digests_come_to_the_same_whoever_is_killed(tmp_path: Path, broker: Nats
     join.finish()
 
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     assert not join.problems and not join.copies.rows_of("run").num_gone

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,106 +15,34 @@ import pytest
 
 from sentinel.command import Command
 from sentinel.control.commands import RunCommands
-from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.broker import BrokerConfig
-from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
-from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.overheard import overhear
-from sentinel.fleet.shipping import Shipping
-from sentinel.store.run_paths import RunPaths
-from sentinel.testing import LossJump, Nan, SyntheticRun
+from sentinel.testing import LossJump
 from sentinel.wire.spool import read_ack, write_ack
 
 from ..support.certificates import write_pair
+from ..support.fleet_parts import (
+    ALONE,
+    CONFIG,
+    STEPS,
+    Clock,
+    Join,
+    Shipper,
+    StoppableLease,
+    assert_same_results,
+    bytes_of,
+    go_on,
+    nan_on,
+    recorded_run,
+    split,
+)
 from ..support.nats_broker import NatsBroker
-from ..support.results import anomalies, decisions, result_bytes
-from ..support.serving import NOW, judge_run, loaded_packs, small_run
+from ..support.results import decisions, result_bytes
+from ..support.serving import NOW, judge_run, small_run
 from ..support.waiting import wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp4": {"pp": 1, "dp": 4, "layers": 2},
-    "pp2 dp2": {"pp": 2, "dp": 2},
-    "tp2 dp2": {"pp": 1, "dp": 2, "tp": 2, "layers": 2},
-    "pp4": {"pp": 4, "dp": 1},
-    "pp2 tp2": {"pp": 2, "dp": 1, "tp": 2},
-    "pp2 dp2 tp2": {"pp": 2, "dp": 2, "tp": 2},
-    "dp2 tp4": {"pp": 1, "dp": 2, "tp": 4, "layers": 2},
-    "pp2 vpp2": {"pp": 2, "dp": 1, "vpp": 2, "schedule": "interleaved1f1b"},
-    "pp2 dp2, micro-steps": {"pp": 2, "dp": 2, "per_micro_step": True},
-    "dp2, numbered otherwise": {"pp": 1, "dp": 2, "layers": 2, "shuffle": True},
-}
-CONFIG = DaemonConfig()
-STEPS = 24
-ALONE = LeaseTimes(renew_s=0.2, stop_s=60.0, takeover_s=0.2)
-"""For a join that no other competes with: no pause of a busy machine ends it, and none is waited for."""
-
-
-class Shipper:
-    """One shipper in a thread, which can be left in the lurch."""
-
-    def __init__(self, directory: Path, node: str, url: str, kinds: frozenset[str] | None = None) -> None:
-        self.problems: list[str] = []
-        runs = NodeRuns(directory, node, digested_kinds=kinds, on_problem=self.problems.append)
-        self.shipping = Shipping(runs, BrokerConfig(server=url), drain_s=60.0)
-        self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[bool] | None = None
-        self.is_drained = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._task = self._loop.create_task(self.shipping.run())
-        with contextlib.suppress(asyncio.CancelledError):
-            self.is_drained = self._loop.run_until_complete(self._task)
-
-    def drop(self) -> None:
-        """End it as a kill does: it says nothing to anybody."""
-        wait_for(lambda: self._task is not None)
-        assert self._task is not None
-        self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(20)
-
-    def pause(self) -> Callable[[], None]:
-        """Have it do nothing, beats neither, until what this returns is called: SIGSTOP and SIGCONT."""
-        goes_on = threading.Event()
-        self._loop.call_soon_threadsafe(goes_on.wait, 60.0)
-        return goes_on.set
-
-    def end(self) -> bool:
-        """Have it end in order; returns whether the join holds everything."""
-        self.shipping.stop()
-        self._thread.join(90)
-        return self.is_drained
-
-
-class Clock:
-    """Monotonic seconds of one process, which stand still until the test moves them."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class StoppableLease(JoinLease):
-    """Of a process that may be stopped, or killed: the broker hears nothing of it any more."""
-
-    is_stopped = False
-
-    async def step(self, jetstream: Any) -> None:
-        if not self.is_stopped:
-            await super().step(jetstream)
-
-    async def give_back(self, jetstream: Any) -> None:
-        if not self.is_stopped:
-            await super().give_back(jetstream)
 
 
 class Unchecked(StoppableLease):
@@ -126,98 +51,6 @@ class Unchecked(StoppableLease):
     @property
     def is_held(self) -> bool:
         return self.epoch > 0
-
-
-class Join:
-    """A join and the part of the daemon that serves its run, driven by hand."""
-
-    def __init__(
-        self,
-        directory: Path,
-        url: str,
-        name: str = "j1",
-        begin_s: float = 0.6,
-        num_nodes: int = 2,
-        lease: JoinLease | None = None,
-    ) -> None:
-        """num_nodes: nothing is judged before so many have spoken, for on a busy machine one begins late."""
-        directory.mkdir(exist_ok=True)
-        self.run_dir = directory / "run"
-        self.problems: list[str] = []
-        self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
-        self.intake = JoinIntake(self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE))
-        self.ended = threading.Event()
-        self.intake.start(self.ended.set)
-        self.run: ServedRun | None = None
-        self._num_nodes = num_nodes
-
-    def turn(self) -> None:
-        has_all = len(self.copies.nodes().get("run", {})) == self._num_nodes
-        if not self.intake.standby_of and self.run is None and has_all:
-            self.run = ServedRun(
-                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), on_the_way=lambda: self.copies.on_the_way("run"),
-                rows_from=self.copies.rows_of("run"),
-            )  # fmt: skip
-        if not self.intake.standby_of and self.run is not None:
-            while self.run.turn(NOW):
-                pass
-
-    def drop(self) -> None:
-        """End it with nothing kept that is not on the disk."""
-        self.intake.close()
-        if self.run is not None:
-            self.run.close()
-
-    def finish(self) -> None:
-        self.turn()
-        assert self.run is not None
-        self.run.finish(NOW, is_over=True, deadline=float("inf"))
-        self.drop()
-
-
-def recorded(directory: Path, layout: str, num_steps: int = STEPS, **options: Any) -> SyntheticRun:
-    """Write a run with faults on two ranks, and return it, judged by the daemon of one disk."""
-    run = small_run(directory / "run", **{**LAYOUTS[layout], **options})
-    run.plant(nan_on(run, run.num_ranks - 1), LossJump(step=15, factor=50.0))
-    run.write(num_steps)
-    run.end()
-    judge_run(run.directory, CONFIG, is_over=True)
-    return run
-
-
-def nan_on(run: SyntheticRun, rank: int) -> Nan:
-    """Return a NaN in a module that a rank holds."""
-    return Nan(step=5, module=[one for one in run.modules() if one in run.modules_of(rank)][-2], rank=rank, micro_step=1)
-
-
-def split(run: SyntheticRun, where: Path, num_nodes: int) -> list[Path]:
-    """Give each node the spools of its ranks, as its own disk has them; returns the nodes' directories of runs."""
-    found = [where / f"node{number}" for number in range(num_nodes)]
-    for folder in sorted((run.directory / "spool").iterdir()):
-        rank = int(folder.name[1:6])
-        there = found[rank * num_nodes // run.num_ranks] / "run" / "spool" / folder.name
-        shutil.copytree(folder, there, ignore=shutil.ignore_patterns("ack"))
-    return found
-
-
-def go_on(run: SyntheticRun, nodes: list[Path]) -> None:
-    """Append to the spools of nodes what the run has written since."""
-    for node in nodes:
-        for folder in (node / "run" / "spool").iterdir():
-            for path in sorted((run.directory / "spool" / folder.name).glob("*.spool")):
-                there = folder / path.name
-                with there.open("ab") as file:
-                    file.write(path.read_bytes()[file.tell() :])
-
-
-def bytes_of(directories: list[Path]) -> int:
-    return sum(path.stat().st_size for one in directories for path in one.rglob("*.spool"))
-
-
-def assert_same(one: Path, other: Path) -> None:
-    assert anomalies(one), "nothing was found, so nothing was compared"
-    assert result_bytes(one) == result_bytes(other)
-    assert decisions(one) == decisions(other)
 
 
 @pytest.mark.parametrize(("layout", "num_nodes"), [
@@ -229,7 +62,7 @@ def assert_same(one: Path, other: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
-    run = recorded(tmp_path / "whole", layout)
+    run = recorded_run(tmp_path / "whole", layout)
     nodes = split(run, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url, num_nodes=num_nodes)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
@@ -241,7 +74,7 @@ def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBr
     wait_for(all_is_here)
     assert [one.end() for one in shippers] == [True] * num_nodes
     join.finish()
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     assert not join.problems and not [one for shipper in shippers for one in shipper.problems]
 
 
@@ -271,7 +104,7 @@ def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: Nat
     join.finish()
 
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     assert not join.problems
 
 
@@ -305,7 +138,7 @@ def test_a_node_that_is_stopped_for_a_while_changes_nothing(
 
     judge_run(run.directory, CONFIG, is_over=True)
     if is_waited_for:
-        assert_same(run.directory, join.run_dir)
+        assert_same_results(run.directory, join.run_dir)
     else:
         assert result_bytes(run.directory) != result_bytes(join.run_dir)
 
@@ -347,7 +180,7 @@ def test_a_standby_takes_over_and_comes_to_the_same(tmp_path: Path, broker: Nats
     second.finish()
 
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, second.run_dir)
+    assert_same_results(run.directory, second.run_dir)
     assert not first.problems and not second.problems
 
 
@@ -391,7 +224,7 @@ def test_a_join_that_could_not_renew_does_nothing_more(
 
 
 def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", 8)
+    run = recorded_run(tmp_path / "whole", "pp2 dp2", 8)
     nodes = split(run, tmp_path, 2)
     join = Join(tmp_path / "joined", broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
@@ -437,7 +270,7 @@ def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path:
 
     for path in run.directory.rglob("*.spool"):
         assert (join.run_dir / path.relative_to(run.directory)).read_bytes() == path.read_bytes()
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
 
 
 def test_tls_and_a_login_from_a_file(tmp_path: Path) -> None:
@@ -461,7 +294,7 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000)
+    run = recorded_run(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000)
     nodes = split(run, tmp_path, 2)
     joined, log = tmp_path / "joined", tmp_path / "log"
     arguments = ("join", str(joined), "--server", broker.url, "--no-http")
@@ -491,4 +324,4 @@ def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: Nats
             process.wait()
     judge_run(joined / "run", CONFIG, is_over=True)
 
-    assert_same(run.directory, joined / "run")
+    assert_same_results(run.directory, joined / "run")

@@ -10,7 +10,7 @@ import pytest
 from nats.js.client import JetStreamContext
 
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
-from sentinel.fleet.join_lease import JoinLease
+from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.subjects import LEASES
 
 from ..support.nats_broker import NatsBroker
@@ -31,8 +31,8 @@ class Joins:
         self.jetstream = jetstream
         self.now = 1000.0
 
-    def another(self, name: str = "host/1") -> JoinLease:
-        return JoinLease(name, clock=lambda: self.now)
+    def another(self, name: str = "host/1", takeover_s: float = 10.0, floor: int = 0) -> JoinLease:
+        return JoinLease(name, LeaseTimes.of(takeover_s), clock=lambda: self.now, floor=lambda: floor)
 
     async def held(self, name: str = "host/1") -> JoinLease:
         """Return a lease that is held."""
@@ -169,6 +169,34 @@ def test_a_broker_that_lost_its_records_gets_them_again_from_who_has_the_lease(b
         joins.now += 5.0
         await third.step(joins.jetstream)
         assert (second.is_held, second.epoch, third.is_held, third.epoch, third.holder) == (True, 2, False, 2, "second")
+
+    with_joins(broker, act)
+
+
+def test_who_waits_goes_by_the_longer_time_of_who_has_it(broker: NatsBroker) -> None:
+    async def act(joins: Joins) -> None:
+        first, second = joins.another("first", takeover_s=40.0), joins.another("second", takeover_s=1.0)
+        for _ in range(2):
+            await first.step(joins.jetstream)
+            joins.now += 40.0 if not first.is_held else 0.0
+        await second.step(joins.jetstream)
+        joins.now += 39.0
+        await second.step(joins.jetstream)
+        assert not second.is_held
+        joins.now += 1.0
+        await second.step(joins.jetstream)
+        assert second.is_held
+
+    with_joins(broker, act)
+
+
+def test_a_broker_that_lost_everything_has_no_say_in_epochs(broker: NatsBroker) -> None:
+    async def act(joins: Joins) -> None:
+        lease = joins.another(floor=7)
+        await lease.step(joins.jetstream)
+        joins.now += 10.0
+        await lease.step(joins.jetstream)
+        assert (lease.is_held, lease.held_epoch) == (True, 8)
 
     with_joins(broker, act)
 

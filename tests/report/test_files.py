@@ -175,20 +175,20 @@ class FullDisk:
 
     def __init__(self, room):
         self.room = room
-        self.writev = os.writev
+        self.pwritev = os.pwritev
 
-    def __call__(self, fd, buffers):
+    def __call__(self, fd, buffers, offset):
         if not self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
         data = b"".join(buffers)[: self.room]
         self.room -= len(data)
-        return self.writev(fd, [data])
+        return self.pwritev(fd, [data], offset)
 
 
 @pytest.mark.parametrize("room", range(0, 40, 3))
 def test_full_disk_is_said_and_nothing_lost(tmp_path, monkeypatch, room):
     disk = FullDisk(room)
-    monkeypatch.setattr(os, "writev", disk)
+    monkeypatch.setattr(os, "pwritev", disk)
     lines = numbered(6)
     log = AppendLog(tmp_path / "anomalies", file_bytes=60)
 
@@ -205,7 +205,7 @@ def test_full_disk_is_said_and_nothing_lost(tmp_path, monkeypatch, room):
 
 def test_memory_is_bounded_while_the_disk_is_full(tmp_path, monkeypatch):
     disk = FullDisk(7)
-    monkeypatch.setattr(os, "writev", disk)
+    monkeypatch.setattr(os, "pwritev", disk)
     lines = numbered(100)
     log = AppendLog(tmp_path / "anomalies", max_pending_bytes=200)
 

@@ -1,0 +1,68 @@
+"""Faults of a fleet, at random, over and over: nodes, a broker, two joins on one directory, compared with one daemon.
+
+    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0]
+
+A schedule is a seed: while a recorded run of four ranks on two nodes is written, shippers are killed and stopped, nodes
+are cut off (wholly, or in one direction), joins are killed, stopped past their lease, cut off from the broker, or stopped
+in the middle of a turn: before a commit, before the files behind it, before a message and while that is under way. The
+broker is killed, forgets what it acknowledged and who has the lease, is full, and holds junk; messages are lost, repeated
+and reordered, a node's clock jumps by an hour, trainers delete what is committed, and (every fifth seed) a file of a spool
+is gone before anybody read it.
+
+Held against each seed: copies that are the spools byte for byte; anomalies, incidents and decisions of one daemon on one
+disk; each message told, and once to a sink that goes by its key; epochs that only grow. It runs in one thread by a clock
+of its own (`tests/support/fleet_faults.py`): the broker is a list, what decides is the real thing. Real brokers and
+processes are killed, stopped and taken over from in `tests/fleet/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.support.fleet_faults import Recorded, World
+
+EACH = 5
+"""One of so many seeds has a file that was deleted early."""
+
+
+def main() -> int:
+    """Print what was tried and what failed; return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    began, counts, failed, num_epochs = time.process_time(), Counter[str](), list[int](), 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        where = Path(name)
+        recorded = Recorded(where / "recorded")
+        pruned = Recorded(where / "pruned", is_pruned=True)
+        for seed in range(options.first, options.first + options.seeds):
+            with tempfile.TemporaryDirectory(dir=where) as place:
+                world = World(Path(place), pruned if seed % EACH == 0 else recorded, seed)
+                try:
+                    world.run()
+                except AssertionError as error:
+                    failed.append(seed)
+                    print(f"FAILED {error}", flush=True)
+            counts += world.counts
+            num_epochs += len(world.epochs)
+            if (seed + 1) % 50 == 0:
+                print(f"seed {seed}: {len(failed)} failed, {time.process_time() - began:.0f} s of CPU", flush=True)
+    print(f"{options.seeds} seeds from {options.first} on, {len(failed)} failed: {failed}")
+    print(f"{num_epochs} leases, {time.process_time() - began:.0f} s of CPU")
+    for what, number in sorted(counts.items()):
+        print(f"  {what:34} {number}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
