@@ -18,7 +18,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,11 @@ from recording import Recording, lines_of, record
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
 
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
+
+AHEAD = 20
+"""Steps that a writer is at most before the daemon, which is so always amid the run, however slow the machine is."""
 NUM_STEPS = {True: 300, False: 1500}
 """Of a campaign, by whether frames are written meanwhile."""
 """Steps of a campaign, live or recorded: a daemon that catches up judges some hundred steps between two commits."""
@@ -115,23 +120,36 @@ def reported(run_dir: Path) -> list[str]:
         journal.close()
 
 
-def write_slowly(run_dir: Path, num_steps: int, pause_s: float, planted: dict[str, tuple[int, ...]] | None = None) -> None:
-    """Write a run at the pace of a training; the body of the writer process. planted: None: `faults`."""
-    recording = Recording(run_dir, **(planted or faults(num_steps)))
+def write_slowly(run_dir: Path, num_steps: int, pause_s: float, planted: dict[str, tuple[int, ...]]) -> None:
+    """Write a run at the pace of a training; the body of a writer process."""
+    recording = Recording(run_dir, **planted)
     for step in range(num_steps):
         recording.step(step)
         time.sleep(pause_s)
     recording.bye(num_steps - 1)
 
 
+def write_beside(run_dir: Path, num_steps: int, is_left_alone: Event) -> None:
+    """Write a run little before its daemon has judged it, the last steps once nobody ends the daemon any more."""
+    recording = Recording(run_dir, **faults(num_steps))
+    for step in range(num_steps):
+        while not is_left_alone.is_set() and step > min(progress(run_dir)[0] + AHEAD, num_steps - AHEAD):
+            time.sleep(0.01)
+        recording.step(step)
+    recording.bye(num_steps - 1)
+
+
 def wait_for_moment(run_dir: Path, num_steps: int, kills_left: int, rng: random.Random) -> None:
-    """Return at a random moment: while it starts, one time in four; else after a random share of the steps that are left."""
+    """Return at a random moment: while it starts, one time in four; else after a random share of the steps that are left.
+
+    num_steps: as many as it can judge meanwhile.
+    """
     if rng.random() < 0.25:
         time.sleep(rng.uniform(0.0, 0.8))
         return
     made = progress(run_dir)[0]
     target = made + rng.randint(1, max(1, 2 * (num_steps - made) // kills_left))
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 120.0
     while progress(run_dir)[0] < min(target, num_steps) and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(rng.uniform(0.0, 0.01))
@@ -145,24 +163,27 @@ def campaign(where: Path, num_kills: int, rng: random.Random, *, is_live: bool, 
     golden = record(where / "golden" / "run", num_steps, **faults(num_steps))
     finish(golden, config, num_steps)
     disturbed = where / "disturbed" / "run"
-    writer = None
+    context = multiprocessing.get_context("spawn")
+    is_left_alone = context.Event()
+    writer = context.Process(target=write_beside, args=(disturbed, num_steps, is_left_alone))
+    num_there = num_steps
     if is_live:
         disturbed.mkdir(mode=0o700, parents=True)
         (disturbed / "spool").mkdir(mode=0o700)
-        pause_s = num_kills * 0.7 / num_steps
-        writer = multiprocessing.get_context("spawn").Process(target=write_slowly, args=(disturbed, num_steps, pause_s))
         writer.start()
+        num_there = num_steps - 2 * AHEAD
     else:
         record(disturbed, num_steps, **faults(num_steps))
     num_hit = 0
     for number in range(num_kills):
         process = serve(disturbed, config)
-        wait_for_moment(disturbed, num_steps, num_kills - number, rng)
+        wait_for_moment(disturbed, num_there, num_kills - number, rng)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         made, judged = progress(disturbed)
         num_hit += 0 < made < num_steps or judged < made
-    if writer is not None:
+    is_left_alone.set()
+    if is_live:
         writer.join(120)
     finish(disturbed, config, num_steps)
     differences = compare(golden, disturbed, where)

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
 
+BROWSERS = ("chromium-headless-shell", "chromium")
+"""The first that is there is taken: without a window a page costs 0.25 s of processor time, in place of 2."""
+
+
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
     """Yield the Chromium of the system; the test skips itself where there is none, or no playwright."""
-    path = shutil.which("chromium")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
+        pytest.skip("no Chromium is installed: apt-get install chromium-headless-shell")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as player:
         browser = player.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=120_000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,5 +11,5 @@ def open_files(part: str) -> list[str]:
     found = []
     for one in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # It was closed since it was listed, as the listing's own is.
-            found.append(os.readlink(one))
+            found.append(str(one.readlink()))
     return sorted(one for one in found if part in one)
