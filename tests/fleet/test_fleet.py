@@ -293,15 +293,16 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded_run(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000)
+@pytest.mark.parametrize("verb", ["ship", "node"])
+def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: NatsBroker, verb: str) -> None:
+    run = recorded_run(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000, ranks_per_host=2)
     nodes = split(run, tmp_path, 2)
     joined, log = tmp_path / "joined", tmp_path / "log"
     arguments = ("join", str(joined), "--server", broker.url, "--no-http")
     processes: dict[str, Callable[[], subprocess.Popen[bytes]]] = {
         "join": lambda: start(*arguments, log=log),
         **{
-            path.name: lambda path=path: start("ship", str(path), "--server", broker.url, "--node", path.name, log=log)
+            path.name: lambda path=path: start(verb, str(path), "--server", broker.url, "--node", path.name, log=log)
             for path in nodes
         },
     }
