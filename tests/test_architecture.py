@@ -20,7 +20,8 @@ NOUNS = {
     "bounds", "command_line", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end",
     "run_name", "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
-    "exception_words", "printable", "import_trial", "outside_calls", "rank_identity", "rank_list", "outside_structs", "crc32c",
+    "exception_words", "printable", "import_trial", "outside_calls", "rank_identity", "rank_list", "outside_structs",
+    "crc32c",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",
