@@ -216,8 +216,8 @@ def main() -> None:
             report = Path(folder) / "report.html"
             verb = [sys.executable, "-m", "sentinel.cli", "report", str(runs / DENSE), born, "-o", str(report)]
             subprocess.run(verb, check=True)
-            shot = Shot("postmortem", "/report.html", "h1", 1500, size=(960, 800))
-            take(browser, f"file://{folder}", shot, options.out / "postmortem.png")
+            shot = Shot("postmortem", f"file://{report}", "h1", 1500, size=(960, 800))
+            take(browser, "about:blank", shot, options.out / "postmortem.png")
             print(shot.name, flush=True)
         browser.close()
 

@@ -125,7 +125,7 @@ def mirrors(folder: Path, num_steps: int) -> None:
     for config in (TensorBoardConfig(), WandbConfig()):
         run_dir = folder / config.name
         run_dir.mkdir()
-        mirror = config.build(MirrorParts(run=config.name, key="", run_dir=run_dir, mark=""))
+        mirror = config.build(MirrorParts(run=config.name, key="5e171e1", run_dir=run_dir, mark=""))
 
         def write(mirror: Mirror = mirror) -> None:
             for first in range(0, num_steps, BATCH):

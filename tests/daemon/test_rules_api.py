@@ -17,7 +17,7 @@ from sentinel.daemon.rule_tallies import RuleTallies
 from sentinel.daemon.rules_api import RuleQueries, WhatIfRequest
 from sentinel.daemon.series_api import Busy
 from sentinel.daemon.serving import ServedRun
-from sentinel.errors import ConfigError, RuleError, StoreError
+from sentinel.errors import ConfigError, RuleError, StoreError, TookTooLong
 from sentinel.judge.config import JudgingConfig
 from sentinel.testing import BlowUp, LossJump, Nan
 
@@ -151,7 +151,7 @@ def test_a_process_that_takes_too_long_or_dies_is_said_to(
     monkeypatch.setattr(what_if_process, "_CODE", "import time\ntime.sleep(1000)")
     monkeypatch.setattr(what_if_process, "LIMIT_S", 0.2)
     monkeypatch.setattr(what_if_process, "SPARE_S", 0.2)
-    with pytest.raises(StoreError, match=r"no answer within 0\.4 s"):
+    with pytest.raises(TookTooLong, match=r"no answer within 0\.4 s"):
         asked(queries, run, "loss-spike", k=9.0)
     monkeypatch.setattr(what_if_process, "_CODE", code)
     monkeypatch.setattr(what_if_process, "LIMIT_S", 0.0)

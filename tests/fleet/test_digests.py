@@ -22,7 +22,7 @@ from ..support.waiting import wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "dp4": {"pp": 1, "dp": 4, "layers": 2},
     "tp4 dp2": {"pp": 1, "dp": 2, "tp": 4, "layers": 2},
     "pp2 dp2": {"pp": 2, "dp": 2},
@@ -32,8 +32,8 @@ STEPS = 40
 KINDS = Engine(load_pack()).row_kinds
 
 
-def recorded(directory: Path, layout: str, num_nodes: int, num_steps: int = STEPS) -> SyntheticRun:
-    options = LAYOUTS[layout]
+def with_faults(directory: Path, layout: str, num_nodes: int, num_steps: int = STEPS) -> SyntheticRun:
+    options = SHAPES[layout]
     num_ranks = options.get("pp", 1) * options.get("dp", 1) * options.get("tp", 1)
     run = small_run(directory / "run", ranks_per_host=num_ranks // num_nodes, elements=64, **options)
     skewed = BlowUp(step=20, module="layers.0.mlp", factor=4.0, for_steps=12, rank=num_ranks - 1)
@@ -50,7 +50,7 @@ LONG = (("pp3 dp2", 3), ("dp4", 2), ("dp4", 4), ("pp2 dp2", 2), ("tp4 dp2", 1))
     ("layout", "num_nodes"), [("tp4 dp2", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
 )
 def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
-    run = recorded(tmp_path / "whole", layout, num_nodes)
+    run = with_faults(tmp_path / "whole", layout, num_nodes)
     run.end()
     nodes = split(run, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url, num_nodes=num_nodes)
@@ -74,7 +74,7 @@ def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBro
 
 @pytest.mark.long
 def test_a_machine_that_two_nodes_share_sends_all_its_rows(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "dp4", 1)
+    run = with_faults(tmp_path / "whole", "dp4", 1)
     run.end()
     nodes = split(run, tmp_path, 2)
     join = Join(tmp_path / "joined", broker.url)
@@ -83,13 +83,13 @@ def test_a_machine_that_two_nodes_share_sends_all_its_rows(tmp_path: Path, broke
     assert [one.end() for one in shippers] == [True, True]
     join.finish()
     judge_run(run.directory, CONFIG, is_over=True)
-    assert_same(run.directory, join.run_dir)
+    assert_same_results(run.directory, join.run_dir)
     rows = join.copies.rows_of("run")
     assert not rows.num_steps and rows.num_fetched == STEPS
 
 
 def test_digests_come_to_the_same_whoever_is_killed(tmp_path: Path, broker: NatsBroker) -> None:
-    run = recorded(tmp_path / "whole", "pp2 dp2", 2, num_steps=14)
+    run = with_faults(tmp_path / "whole", "pp2 dp2", 2, num_steps=14)
     nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
     join = Join(joined, broker.url)
     shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]

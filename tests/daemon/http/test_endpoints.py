@@ -183,7 +183,7 @@ class FakeApi:
     def control(self, run: str, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
         known(run)
         if request.get("kinds") == ["nonsense"]:
-            raise StoreError("kinds: unknown")
+            raise ConfigError("kinds: unknown")
         self.orders.append((run, action, dict(request)))
         return {"ok": True}
 
