@@ -13,7 +13,7 @@ from sentinel.control.commands import RunCommands
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig, connect
 from sentinel.fleet.node_runs import EXPIRES_S, NodeRuns
-from sentinel.fleet.overheard import NodeStatus, overhear
+from sentinel.fleet.overheard import overhear
 from sentinel.fleet.run_key import HEADER, RunKey
 from sentinel.fleet.sealed import VERSION, Answer, FilePlace, SpoolHeld, seal
 from sentinel.fleet.subjects import answer as answer_subject
