@@ -83,6 +83,8 @@ class CopiedRuns:
         """chunks, bytes, repeated, early, refused: since the beginning."""
         self.refused: dict[str, str] = {}
         """What is refused -> why."""
+        self.disk_problem = ""
+        """Why the newest bytes could not be written; empty: they were."""
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _Run] = {}
         self._begun, self._begin_s = clock(), begin_s
@@ -187,10 +189,15 @@ class CopiedRuns:
         repeated, dropped = copy.num_repeated, copy.num_dropped
         try:
             num_new = copy.take(chunk)
-        except (OSError, WireError) as error:
-            # What the disk does not take is not held, and so comes again.
+        except OSError as error:
+            # It is not held, and so comes again.
+            self._note_disk(f"{copy.folder}: {error.strerror or error}")
+            return 0
+        except WireError as error:
             self._refuse(f"{chunk.run}/{chunk.folder}/{type(error).__name__}", f"run {printable(chunk.run)}: {error}")
             return 0
+        if num_new:
+            self._note_disk("")
         self.counts["bytes"] += num_new
         self.counts["repeated"] += copy.num_repeated - repeated
         self.counts["dropped"] += copy.num_dropped - dropped
@@ -268,7 +275,8 @@ class CopiedRuns:
                 make_directory(path)
                 _put(path / OWNER, json.dumps(node).encode())
             except OSError as error:
-                return f"{path}: {error.strerror or error}"
+                self._note_disk(f"{path}: {error.strerror or error}")
+                return self.disk_problem
             known.owners[folder], known.copies[folder] = node, SpoolCopy(path)
             return ""
         if owner != node:
@@ -293,6 +301,11 @@ class CopiedRuns:
             # They have as long to report as any that falls silent.
             run.heard = dict.fromkeys(run.owners.values(), self._begun)
             self._runs[run_dir.name] = run
+
+    def _note_disk(self, problem: str) -> None:
+        if problem and problem != self.disk_problem:
+            self._on_problem(problem)
+        self.disk_problem = problem
 
     def _refuse(self, what: str, why: str) -> None:
         if what not in self.refused and len(self.refused) < 1000:
