@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,6 +297,40 @@ def test_a_beat_that_comes_late_takes_back_nothing(tmp_path: Path) -> None:
         answer = fleet.copies.take_beat(stale, is_drained=True)
         assert (answer is None) == bool(stale.number[0])
         assert fleet.copies.on_the_way("run") == {FOLDER}
+
+
+@pytest.mark.parametrize("room", [0, 1, 60_000, 600_000])
+def test_a_full_disk_under_the_copies_is_said_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    fleet, pwrite, left = Fleet(tmp_path, "a"), os.pwrite, [room]
+    spool, copy = tmp_path / "a" / "run" / "spool" / FOLDER, fleet.joined / "run" / "spool" / FOLDER
+    for index in range(3):
+        write(spool, f"{index:06d}.spool", bytes([index + 1]) * 400_000)
+    write(spool, "000005.000003-5.spool", b"t" * 700_000)
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        wrote = pwrite(fd, data[: left[0]], offset)
+        left[0] -= wrote
+        return wrote
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        for _ in range(3):
+            fleet.settle()
+            fleet.now += RESEND_S + 1
+        assert "No space left" in fleet.copies.disk_problem
+        assert sum("No space left" in one for one in fleet.problems) == 1
+    for is_restarted in (False, True):
+        for _ in range(3):
+            fleet.settle()
+            fleet.now += RESEND_S + 1
+        assert spool_bytes(copy) == spool_bytes(spool)
+        assert fleet.copies.disk_problem == ""
+        if not is_restarted:
+            fleet.restarted("j2")
 
 
 def test_commands_reach_each_node_once_byte_for_byte(tmp_path: Path) -> None:

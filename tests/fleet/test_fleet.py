@@ -15,7 +15,8 @@ import pytest
 
 from sentinel.command import Command
 from sentinel.control.commands import RunCommands
-from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.broker import BrokerConfig, connect, ensure_streams
+from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.overheard import overhear
 from sentinel.testing import LossJump
@@ -270,6 +271,34 @@ def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path:
 
     for path in run.directory.rglob("*.spool"):
         assert (join.run_dir / path.relative_to(run.directory)).read_bytes() == path.read_bytes()
+    assert_same_results(run.directory, join.run_dir)
+
+
+def test_a_stream_at_its_limit_is_said_and_nothing_is_lost(
+    tmp_path: Path, broker: NatsBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded_run(tmp_path / "whole", "pp2 dp2", 16)
+    nodes = split(run, tmp_path, 2)
+    config = BrokerConfig(server=broker.url)
+
+    async def make_a_small_stream() -> None:
+        client = await connect(config, "test")
+        await ensure_streams(client.jetstream(), 100_000)
+        await client.close()
+
+    asyncio.run(make_a_small_stream())
+    # A join answers, so that nodes begin, and takes nothing: each message stays where it is.
+    join = Join(tmp_path / "joined", broker.url)
+    monkeypatch.setattr(CopiedRuns, "is_full", True)
+    shippers = [Shipper(path, path.name, broker.url) for path in nodes]
+    wait_for(lambda: any("maximum bytes exceeded" in one.shipping.blocked for one in shippers))
+    said = wait_for(lambda: [one for one in asyncio.run(overhear(config, 0.6)) if one.blocked])
+    assert "maximum bytes exceeded" in said[0].blocked[0]
+
+    monkeypatch.undo()
+    wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
+    assert [one.end() for one in shippers] == [True, True]
+    join.finish()
     assert_same_results(run.directory, join.run_dir)
 
 
