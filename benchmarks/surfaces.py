@@ -11,6 +11,7 @@ values a step, in batches of 100 steps, until the mirror has written them.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import platform
@@ -95,7 +96,7 @@ def main() -> None:
         target = folder / "report.html"
         print("| what | times | processor, s, p50 | clock, s, p50 | p95 | |\n|---|---|---|---|---|---|")
         for what, words in (("report of the run", (wide,)), ("report of its worst incident", (wide, "worst"))):
-            times = [took(lambda words=words: command("report", *words, "-o", target)) for _ in range(options.times)]
+            times = [took(functools.partial(command, "report", *words, "-o", target)) for _ in range(options.times)]
             row(f"`sentinel report`: {what}", times, f"{target.stat().st_size / 1e6:.2f} MB")
         times = [took(lambda: command("watch", wide, "--once")) for _ in range(options.times)]
         row("`sentinel watch --once`", times)
@@ -113,7 +114,7 @@ def what_ifs(run_dir: Path, num: int) -> None:
     asked = [WhatIfRequest(run=run_dir.name, rule="loss-spike", numbers={"k": 5.0 + at}) for at in range(num)]
     with mock.patch("sentinel.daemon.what_if_process.LIMIT_S", 600.0):
         # However much else is at work, the whole run is judged again.
-        times = [took(lambda one=one: queries.what_if(run, one, JudgingConfig())) for one in asked]
+        times = [took(functools.partial(queries.what_if, run, one, JudgingConfig())) for one in asked]
     if times:
         row("what-if over 300 steps", times)
     run.close()
