@@ -58,7 +58,7 @@ LONGEST_CUT_S = 18.0
 MAX_TICKS = 800
 
 
-class Recorded:
+class FleetRecording:
     """A run that one daemon judged on one disk, and where its ranks were after each step."""
 
     def __init__(self, directory: Path, *, is_pruned: bool = False) -> None:
@@ -232,7 +232,7 @@ class WorkingJoin:
             return
         if world.now >= self._renew_at and world.now >= self.cut_until:
             with contextlib.suppress(TimeoutError):
-                drive(self.lease.step(world.leases))
+                run_at_once(self.lease.step(world.leases))
                 self._renew_at = world.now + self.lease.times.renew_s
         if not self.lease.is_held:
             if self._has_begun:
@@ -385,7 +385,7 @@ class WorkingJoin:
 class World:
     """One schedule of faults."""
 
-    def __init__(self, directory: Path, recorded: Recorded, seed: int) -> None:
+    def __init__(self, directory: Path, recorded: FleetRecording, seed: int) -> None:
         self.rng, self.recorded, self.seed = random.Random(seed), recorded, seed
         self.now = 1000.0
         self.counts: Counter[str] = Counter()
@@ -620,7 +620,7 @@ class World:
         assert self.epochs == sorted(set(self.epochs)), words
 
 
-def drive(steps: Coroutine[Any, Any, None]) -> None:
+def run_at_once(steps: Coroutine[Any, Any, None]) -> None:
     """Run what waits for nothing."""
     with contextlib.suppress(StopIteration):
         steps.send(None)
