@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.fleet_faults import FleetRecording, World
+from tests.support.fleet_faults import FaultyFleet, RecordedFleet
 
 EACH = 5
 """One of so many seeds has a file that was deleted early."""
@@ -43,11 +43,11 @@ def main() -> int:
     began, counts, failed, num_epochs = time.process_time(), Counter[str](), list[int](), 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         where = Path(name)
-        recorded = FleetRecording(where / "recorded")
-        pruned = FleetRecording(where / "pruned", is_pruned=True)
+        recorded = RecordedFleet(where / "recorded")
+        pruned = RecordedFleet(where / "pruned", is_pruned=True)
         for seed in range(options.first, options.first + options.seeds):
             with tempfile.TemporaryDirectory(dir=where) as place:
-                world = World(Path(place), pruned if seed % EACH == 0 else recorded, seed)
+                world = FaultyFleet(Path(place), pruned if seed % EACH == 0 else recorded, seed)
                 try:
                     world.run()
                 except AssertionError as error:

@@ -30,7 +30,7 @@
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
 | have a broker that may be killed and lose its messages | `nats_broker`: `NatsBroker` |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |
-| have faults strike nodes, joins and broker by a seed | `fleet_faults`: `World`, of a `FleetRecording` |
+| have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |

@@ -58,7 +58,7 @@ LONGEST_CUT_S = 18.0
 MAX_TICKS = 800
 
 
-class FleetRecording:
+class RecordedFleet:
     """A run that one daemon judged on one disk, and where its ranks were after each step."""
 
     def __init__(self, directory: Path, *, is_pruned: bool = False) -> None:
@@ -107,7 +107,7 @@ def outbox(run_dir: Path) -> list[tuple[str, str]]:
 class Leases:
     """The stream of leases, as far as `JoinLease` asks for it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FaultyFleet) -> None:
         self._world = world
         self.records: list[bytes] = []
         self.first = 1
@@ -137,10 +137,10 @@ class Leases:
         return SimpleNamespace(seq=self.last)
 
 
-class Node:
+class FaultyNode:
     """The disk of a machine, its trainers, and its shipper."""
 
-    def __init__(self, world: World, directory: Path) -> None:
+    def __init__(self, world: FaultyFleet, directory: Path) -> None:
         self.world, self.name = world, directory.name
         self.spool = directory / "run" / "spool"
         self.directory = directory
@@ -209,7 +209,7 @@ class Node:
 class WorkingJoin:
     """One process of `sentinel join`: the intake and the daemon's part, a turn at a time."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: FaultyFleet, name: str) -> None:
         self.world, self.name = world, name
         self.problems: list[str] = []
         self.copies = CopiedRuns(world.joined, name, clock=world.clock, on_problem=self.problems.append)
@@ -232,7 +232,7 @@ class WorkingJoin:
             return
         if world.now >= self._renew_at and world.now >= self.cut_until:
             with contextlib.suppress(TimeoutError):
-                run_at_once(self.lease.step(world.leases))
+                drive_at_once(self.lease.step(world.leases))
                 self._renew_at = world.now + self.lease.times.renew_s
         if not self.lease.is_held:
             if self._has_begun:
@@ -382,10 +382,10 @@ class WorkingJoin:
             world.stream = [(seq, data) for seq, data in world.stream if seq > self._position]
 
 
-class World:
+class FaultyFleet:
     """One schedule of faults."""
 
-    def __init__(self, directory: Path, recorded: FleetRecording, seed: int) -> None:
+    def __init__(self, directory: Path, recorded: RecordedFleet, seed: int) -> None:
         self.rng, self.recorded, self.seed = random.Random(seed), recorded, seed
         self.now = 1000.0
         self.counts: Counter[str] = Counter()
@@ -404,7 +404,7 @@ class World:
         paths = split(recorded.run, directory, 2)
         for path in directory.glob("node*/run/spool/*/*.spool"):
             path.unlink()
-        self.nodes = [Node(self, path) for path in paths]
+        self.nodes = [FaultyNode(self, path) for path in paths]
         self.joins: list[WorkingJoin] = []
         self._num_joins = 0
         self._next_step = 0
@@ -620,7 +620,7 @@ class World:
         assert self.epochs == sorted(set(self.epochs)), words
 
 
-def run_at_once(steps: Coroutine[Any, Any, None]) -> None:
+def drive_at_once(steps: Coroutine[Any, Any, None]) -> None:
     """Run what waits for nothing."""
     with contextlib.suppress(StopIteration):
         steps.send(None)
