@@ -7,8 +7,8 @@ One process has both shippers and the join, and nats-server is another: with spo
 compared reads the same spools with the follower of the daemon, which also checks and decodes each frame; shipping does not.
 
 With --digests: of the 8 ranks of one machine, how many bytes a node publishes for a byte of spool (digests, and spools
-without their rows), and how many rows a second it reads, merges and packs, by the time of one core. Rows that a join asks for
-come on top: those of the steps in which something is found.
+without their rows), and how many rows a second it reads, merges and packs, by the time of one core. Rows that a join asks
+for come on top: those of the steps in which something is found.
 """
 
 from __future__ import annotations
