@@ -271,9 +271,16 @@ class CopiedRuns:
             problems += recent[:MAX_REFUSED_SAID]
             if len(recent) > MAX_REFUSED_SAID:
                 problems.append(f"and {len(recent) - MAX_REFUSED_SAID} further refusals")
+            rows = list(self._rows.values())
+            counts = {
+                **self.counts,
+                "digested_steps": sum(one.num_steps for one in rows),
+                "fetched_steps": sum(one.num_fetched for one in rows),
+                "gone_frames": sum(one.num_gone for one in rows),
+            }
             return JoinHealth(
                 nodes=tuple(nodes.values()), num_silent=len(silent), held_bytes=self._held_bytes,
-                are_copies_refused=bool(self.disk_problem), counts=dict(self.counts), problems=tuple(problems),
+                are_copies_refused=bool(self.disk_problem), counts=counts, problems=tuple(problems),
             )  # fmt: skip
 
     def _release(self, name: str, run: _Run, now: float) -> int:

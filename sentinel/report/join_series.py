@@ -44,6 +44,9 @@ def families(join: JoinHealth | None) -> Iterator[Metric]:
         ("repeated", "Chunks that were here already."),
         ("dropped", "Chunks that came too early for the room that there is, and come again."),
         ("refused", "Chunks and beats that were not taken from who sent them."),
+        ("digested_steps", "Steps of runs of which digests of nodes were used."),
+        ("fetched_steps", "Steps whose rows were asked for, for something in them was looked at row by row."),
+        ("gone_frames", "Frames of rows that no node has any more, so that their steps were judged without them."),
     ):
         yield CounterMetricFamily(f"sentinel_join_{what}", words, value=join.counts.get(what, 0))
     worst = sorted(join.nodes, key=lambda one: (-one.lag_s, -one.lag_bytes, -one.silent_s, one.node))[:MAX_NODES]

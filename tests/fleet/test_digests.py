@@ -69,6 +69,8 @@ def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBro
     assert {"replica-divergence", "non-finite", "loss-jump"} <= rules and ("rank-skew-layers" in rules or layout != "dp4")
     assert not join.problems and not [one for shipper in shippers for one in shipper.problems]
     rows = join.copies.rows_of("run")
+    counts = join.copies.health().counts
+    assert (counts["digested_steps"], counts["fetched_steps"]) == (rows.num_steps, rows.num_fetched)
     assert rows.num_steps >= STEPS - 14 and 0 < rows.num_fetched < STEPS // 2 and not rows.num_gone
 
 

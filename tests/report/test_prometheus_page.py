@@ -101,6 +101,7 @@ def test_a_join_says_how_it_is_and_names_the_nodes_furthest_behind_alone():
     assert samples["sentinel_join_nodes", (("state", "live"),)] == 1999
     assert samples["sentinel_join_lag_bytes", ()] == 20_000 and samples["sentinel_join_lag_seconds", ()] == 5000
     assert samples["sentinel_join_refused_total", ()] == 4 and samples["sentinel_join_chunks_total", ()] == 0
+    assert samples["sentinel_join_digested_steps_total", ()] == 5 and samples["sentinel_join_fetched_steps_total", ()] == 0
     named = {dict(labels)["node"] for name, labels in samples if name == "sentinel_join_node_lag_seconds"}
     assert named == {f"node-{number}" for number in range(10)}
     assert not [name for name, _ in scrape(MetricsSnapshot()) if name.startswith("sentinel_join")]
