@@ -4,8 +4,8 @@
 
 verdict: processor time of the process that judges, a row, from the broker to the verdict: `sentinel join` of spools as they
 are (`ship`) and of digests (`node`) beside `sentinel serve` over the same frames, in turn. drain: a run that goes on while
-the broker is dead; how long a step takes to be written meanwhile, and how many times faster than real time the rest is judged
-once it is back. takeover: from `kill -9` of the join that works until the other one judges.
+the broker is dead; how long a step takes to be written meanwhile, and how many times faster than real time the rest is
+judged once it is back. takeover: from `kill -9` of the join that works until the other one judges.
 """
 
 from __future__ import annotations

@@ -33,7 +33,13 @@ def a_join(num_nodes: int = 2000) -> JoinHealth:
         NodeHealth(node=f"node-{number}", silent_s=1.0, lag_bytes=10, lag_s=5000.0 - number) for number in range(num_nodes)
     ]
     return JoinHealth(
-        is_active=True, epoch=2, is_connected=True, nodes=tuple(nodes), num_silent=1, held_bytes=7, counts={"refused": 4, "digested_steps": 5}
+        is_active=True,
+        epoch=2,
+        is_connected=True,
+        nodes=tuple(nodes),
+        num_silent=1,
+        held_bytes=7,
+        counts={"refused": 4, "digested_steps": 5},
     )
 
 
