@@ -1,5 +1,5 @@
 # make demo    a real run with planted faults, watched; under 3 minutes once set up
-# make demo-fleet   the same on two nodes without a shared disk: broker, shippers and join, some of them killed; under 90 s
+# make demo-fleet   the same on two nodes without a shared disk: broker, shippers and join, some of them killed
 # make test    every promise in its short form             make quick   what needs no process of its own: the edit loop
 # make test-all   those, and the long forms beside them    make lint    ruff        make types   mypy --strict
 # make trainers   the tests on real trainers (Hugging Face, Lightning, DeepSpeed, Megatron, ...), installed first
