@@ -162,7 +162,8 @@ def test_a_straggler_among_synchronous_ranks_is_named(tmp_path: Path) -> None:
     # Another may be slow before, for want of a core, but not slower than this one.
     lasts = [one for one in onsets if one.severity is not Severity.INFO and one.step <= 32 and ends.get(one.id, 60) > 45]
     assert {one.rank for one in lasts} == {2}
-    assert {one.rank for one in onsets if one.step >= 27} <= {2}
+    # A single step of another, longer than all before, may be written down for want of a core; nothing is told of it.
+    assert {one.rank for one in onsets if one.step >= 27 and one.severity is not Severity.INFO} <= {2}
 
 
 def test_a_bit_flipped_in_a_weight_names_the_rank(tmp_path: Path) -> None:

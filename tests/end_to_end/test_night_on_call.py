@@ -198,7 +198,7 @@ def command(runs: Path, run: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_each_receiver_is_told_what_it_has_to_know_once_and_nothing_else(tmp_path: Path) -> None:
     need("prometheus-alertmanager", "prometheus")
     with contextlib.ExitStack() as stack:
@@ -212,7 +212,7 @@ def test_each_receiver_is_told_what_it_has_to_know_once_and_nothing_else(tmp_pat
             wait_for(lambda: not change or change in told["hook"].of(run), timeout_s=most_s)
 
         active = shift["daemon"]()
-        wait_for(active.is_ready)
+        wait_for(active.is_ready, timeout_s=200.0)
         standby = shift["daemon"]()
         own = [one.url.removeprefix("http://") for one in (active, standby)]
         rules = DEPLOY / "prometheus" / "sentinel.rules.yml"
@@ -229,7 +229,7 @@ def test_each_receiver_is_told_what_it_has_to_know_once_and_nothing_else(tmp_pat
 
         # 01:20: the daemon dies, and the other takes over.
         active.end(signal.SIGKILL)
-        wait_for(standby.is_ready)
+        wait_for(standby.is_ready, "the other daemon, which looks each second who is there", timeout_s=200.0)
 
         # 02:00: the loss of gamma jumps for a second.
         jump = gamma.plant(lambda step: LossJump(step=step, factor=6.0, for_steps=10))
