@@ -84,6 +84,9 @@ class OpenIncident(msgspec.Struct, kw_only=True):
     """Times that a step or a moment changed it."""
     num_withheld: int = 0
     """Those of them since its last revision."""
+    borders: list[Anomaly] = []
+    """Those of its first step that lie at the borders of modules, where values are measured whatever is switched off inside;
+    at most `MAX_FIRST_CAUSES`."""
 
     @property
     def is_by_jump(self) -> bool:
@@ -153,15 +156,19 @@ class OpenIncident(msgspec.Struct, kw_only=True):
         is_late = bool(self.causes)
         self.causes = causes[:MAX_FIRST_CAUSES]
         self.num_unnamed += len(causes) - len(self.causes)
+        if self.nature == "nonfinite":
+            self.borders = [*self.borders, *(a for a in early if a.border)][:MAX_FIRST_CAUSES]
         if is_late and causes[0].id != now.root and causes[0].id in {a.id for a in early}:
             self.change_root(causes[0], origin(causes[0], pool), "an earlier or graver sign of its first step came late")
 
     def goes_on_before(self, causes: Sequence[Anomaly], step: int, ongoing: Collection[str]) -> bool:
-        """Tell whether first causes of its own are bad in a step too, as its rows say, and come before all of `causes`.
+        """Tell whether what came first in it is bad in a step too, as its rows say, and comes before all of `causes`.
 
-        ongoing: ids of the onsets whose series are anomalous in the step; an episode that goes on has no other record.
+        Where the modules inside are measured no more, the borders that its values passed say so. ongoing: ids of the onsets
+        whose series are anomalous in the step; an episode that goes on has no other record.
         """
-        sources = [msgspec.structs.replace(one, step=step) for one in (*self.causes, *self.leads) if one.id in ongoing]
+        first = (*self.causes, *self.leads, *self.borders)
+        sources = [msgspec.structs.replace(one, step=step) for one in first if one.id in ongoing]
         return bool(sources) and all(reached_by(sources, causes))
 
     def _lead(self, group: list[Anomaly], why: str) -> None:

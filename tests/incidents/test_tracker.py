@@ -367,6 +367,27 @@ def test_what_an_episode_cannot_have_made_is_an_incident_of_its_own(other, ongoi
     assert len(tracker.open_incidents) == 2
 
 
+@pytest.mark.parametrize(
+    ("fields", "num"), [({**REPLICAS}, 1), ({"rank": 1, "dp_size": 2, "place": {"dp": 0}}, 2)]
+)  # fmt: skip
+def test_once_the_module_inside_is_measured_no_more_its_border_says_that_it_goes_on(fields, num):
+    """The first cause was seen while all modules were measured; ten steps later the borders alone are, and are bad."""
+    tracker = IncidentTracker()
+    root = on_rank_3("activation", "blocks.2.fc1", 41, segment="blocks.2", call_id=7, **REPLICAS)
+    border = on_rank_3("activation", "blocks.2", 41, segment="blocks.2", border="block_output", call_id=9, **REPLICAS)
+    both = frozenset({root.id, border.id})
+    tracker.update(41, [root, border], is_skipped=True, facts=StepFacts(ongoing=both))
+    (opened,) = tracker.open_incidents
+    assert opened.module == "blocks.2.fc1"
+    for step in range(42, 51):
+        tracker.update(step, [], facts=StepFacts())
+
+    tracker.update(51, [storm(51, **fields)], is_skipped=True, facts=StepFacts(ongoing=frozenset({border.id})))
+
+    assert len(tracker.open_incidents) == num
+    assert opened.id in {one.id for one in tracker.open_incidents}
+
+
 def test_a_consequence_stays_one_after_a_restart():
     def notified(restart):
         tracker = IncidentTracker()
