@@ -6,24 +6,17 @@ import sys
 
 import click
 
-from sentinel.cli.broker_options import broker_options, key_option
-from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
-from sentinel.cli.ship import publish
+from sentinel.cli.log_lines import begin_log
+from sentinel.cli.ship import publish, publishing_options
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.run_key import RunKey
 
 
 @click.command()
-@click.argument("directory", required=False)
-@broker_options
-@click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
-@key_option
+@publishing_options
 @click.option(
     "--rules", "packs", multiple=True, metavar="PATH", help="Rule packs of the join: a file, a directory, or a name."
 )
-@click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
 def node(
     directory: str | None,
     broker: BrokerConfig,

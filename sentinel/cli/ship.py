@@ -7,11 +7,12 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from sentinel.cli.broker_options import broker_options, key_option
+from sentinel.cli.broker_options import Command, broker_options, key_option
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
 from sentinel.cli.places import runs_directory
 from sentinel.errors import ConfigError
@@ -21,14 +22,26 @@ from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
 
 
+def publishing_options(command: Command) -> Command:
+    """Add what `ship` and `node` take alike: which runs, the broker, our name and key, how to end, and the log."""
+    options: list[Callable[[Command], Command]] = [
+        click.argument("directory", required=False),
+        broker_options,
+        click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name."),
+        key_option,
+        click.option(
+            "--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM."
+        ),
+        click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log."),
+        click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command()
-@click.argument("directory", required=False)
-@broker_options
-@click.option("--node", metavar="NAME", help="What this machine is called in the fleet. Default: its host name.")
-@key_option
-@click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
+@publishing_options
 def ship(
     directory: str | None,
     broker: BrokerConfig,
