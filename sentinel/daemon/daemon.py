@@ -183,7 +183,8 @@ class Daemon:
             self._notifying.turn()
             has_moved = self._turn()
             now = time.monotonic()
-            self.api.publish(self._runs, self._runs.problems, self._runs.held, is_caught_up=not has_moved)
+            has_caught_up = all(run.has_caught_up for run in self._runs)
+            self.api.publish(self._runs, self._runs.problems, self._runs.held, is_caught_up=has_caught_up)
             if has_reloaded:
                 has_reloaded = False
                 self.api.reloaded()

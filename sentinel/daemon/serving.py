@@ -96,6 +96,8 @@ class ServedRun:
         self.name = paths.name
         self.last_received = time.time()
         """Seconds since the epoch when the spool last brought something."""
+        self.has_caught_up = False
+        """Whether all that lay in the spool when the run was opened has been judged, as far as it can be."""
         self.recent = RecentSteps()
         """The newest judged steps, for whoever asks for series."""
         self._escalation_due = 0.0
@@ -161,6 +163,9 @@ class ServedRun:
         """
         with _trouble_in_words(self.paths.journal):
             has_moved = self._follow(now)
+            # A run that trains brings something at each look; who reads to the end of it is behind of nothing all the same.
+            is_behind = self._stages.follower.behind or self._stages.assembler.is_replaying
+            self.has_caught_up |= not has_moved or not is_behind
             self._watch()
             self._spool_watch.look(self._gauges.metrics)
             self._acts.turn(self._stages, lambda tick: self._judge([tick]), now)

@@ -61,13 +61,16 @@ class SpoolCursor:
             # Looked for before reading: a writer begins a new file only when it has done with the last.
             has_next = (self.folder / file_name(known + 1)).exists()
             found = read_window(self.folder / self.place.file, self.place.offset, max_bytes)
+            if found is not None and not found[0] and not has_next:
+                if next_place(self.folder, known) is None:
+                    return None
+                # One has been begun since: what the last was given before that is read first.
+                found = read_window(self.folder / self.place.file, self.place.offset, max_bytes)
             if found is not None and found[0]:
                 data = found[0][: _aligned(found[0])]
                 piece = SpoolPiece(self.place.file, self.place.offset, self.place, 0, data)
                 self.place = piece.end
                 return piece
-            if found is not None and not has_next and next_place(self.folder, known) is None:
-                return None
             if found is None and (kept := covering(self.folder, known)) is not None:
                 return self._next_kept(kept, max_bytes)
         if self._kept is not None:

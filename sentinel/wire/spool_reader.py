@@ -100,11 +100,14 @@ class SpoolReader:
 
     def _go_round(self) -> bool:
         """Find where to read on, the file that was read not being there (any more); False: nowhere yet."""
+        # Looked for first: what lies before it was written before it, be it since the read that found nothing.
+        later = next_place(self.directory, self.file_index)
+        if later is not None and self._kept is None and self._read(1) is not None:
+            return True
         kept = covering(self.directory, self.file_index)
         if kept is not None and kept != self._kept:
             self._kept, self.file_index, self.offset = kept, kept.last, 0
             return True
-        later = next_place(self.directory, self.file_index)
         if later is None:
             return False
         self.num_missing_files += later - self.file_index

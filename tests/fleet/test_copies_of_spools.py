@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import ConfigError, WireError
+from sentinel.fleet import spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import FORGOTTEN_S, REFUSED_S, SILENT_S, CopiedRuns
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
@@ -362,6 +363,25 @@ def test_a_cursor_hands_out_what_is_torn_for_the_reader_to_wait_for(tmp_path: Pa
     assert first is not None and second is not None
     assert (first.data, second.data, cursor.next(2**20)) == (b"SNTL torn", b" and whole", None)
     assert cursor.head() == (0, FilePlace("000000.spool", 19), 0)
+
+
+def test_a_cursor_reads_a_file_to_its_end_though_the_next_begins_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "000000.spool", b"first")
+    cursor, read = SpoolCursor(tmp_path), spool_cursor.read_window
+
+    def read_late(path: Path, offset: int, max_bytes: int) -> tuple[bytes, int] | None:
+        found = read(path, offset, max_bytes)
+        if found is not None and not found[0] and not (tmp_path / "000001.spool").exists():
+            write(tmp_path, "000000.spool", b", and its end")
+            write(tmp_path, "000001.spool", b"second")
+        return found
+
+    monkeypatch.setattr(spool_cursor, "read_window", read_late)
+
+    pieces = iter(lambda: cursor.next(2**20), None)
+    assert [piece.data for piece in pieces if piece is not None] == [b"first", b", and its end", b"second"]
 
 
 def test_subjects_have_one_token_for_any_name() -> None:

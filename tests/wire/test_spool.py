@@ -14,7 +14,7 @@ from sentinel.collect.retention.spool_cap import SpoolCap
 from sentinel.messages import Health
 from sentinel.record import ROW_DTYPE
 from sentinel.testing import FakeClock
-from sentinel.wire import spool
+from sentinel.wire import spool, spool_reader
 from sentinel.wire.frame import Frame, FrameType, decode_message
 from sentinel.wire.spool import SpoolWriter, read_ack, write_ack
 from sentinel.wire.spool_files import list_files
@@ -335,6 +335,25 @@ def test_a_file_deleted_under_the_writer_is_said(tmp_path: Path) -> None:
     reported = [decode_message(frame) for frame in drain(SpoolReader(tmp_path / "r"))]
 
     assert "spool_deleted" in [one.code for one in reported if isinstance(one, Health)]
+
+
+def test_files_that_come_while_the_reader_looks_round_are_read_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = writer(tmp_path, file_bytes=300)
+    reader = SpoolReader(tmp_path)
+    read = spool_reader.read_window
+
+    def read_late(path: str, offset: int, max_bytes: int) -> tuple[bytes, int] | None:
+        found = read(path, offset, max_bytes)
+        if found is None and not list_files(tmp_path):  # The reader pauses here, and the writer goes on.
+            for _ in range(3):
+                out.append(FrameType.HEALTH, b"x" * 200)
+            assert len(list_files(tmp_path)) > 1
+        return found
+
+    monkeypatch.setattr(spool_reader, "read_window", read_late)
+
+    assert seqs(drain(reader)) == [1, 2, 3]
+    assert reader.num_missing_files == 0
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link"])
