@@ -31,7 +31,7 @@ MOST_POINTS = 60_000
 MOST_ROWS = 1000
 MOST_COLUMNS = 4000
 MOST_SERIES = 64
-WAIT_S = 3.0
+WAIT_S = 10.0
 """One question is answered at a time; the next waits so long."""
 PARAMETERS = ("run", "kind", "statistic", "name", "series", "from", "to", "columns", "of", "find", "rank")
 TENSOR_STATISTIC = "std"

@@ -28,7 +28,7 @@ from sentinel.store.run_paths import RunPaths
 
 READ_S = 10.0
 """Seconds that spools are read for one answer; a bound on what is taken from whoever judges."""
-WAIT_S = 3.0
+WAIT_S = 10.0
 """One step is looked up at a time; the next waits so long."""
 SINGLE_RANKS = 64
 """Ranks up to which each has a row of its own; past it those that did alike, and fared alike, share one."""

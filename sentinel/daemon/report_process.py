@@ -25,7 +25,7 @@ from sentinel.store.run_paths import RunPaths
 
 LIMIT_S = 60.0
 """Seconds for one post-mortem, in which the process has to start too; then it is ended."""
-WAIT_S = 1.0
+WAIT_S = 20.0
 """One is written at a time; the next waits so long."""
 MOST_BYTES = 64 * 2**20
 """Of one file; a bound on memory."""

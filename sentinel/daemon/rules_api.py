@@ -28,8 +28,8 @@ from sentinel.store.run_paths import RunPaths
 if TYPE_CHECKING:
     from sentinel.daemon.run_status import RunStatus
 
-WAIT_S = 1.0
-"""One `what if` is judged at a time; the next waits so long."""
+WAIT_S = 20.0
+"""One `what if` is judged at a time; the next waits so long: its page may have asked before, and thought better of it."""
 ALWAYS_AT_WORK = frozenset({"moments", "ends", "losses", "frames"})
 """What detectors compare that every run has: ranks that live, end, and write."""
 

@@ -207,6 +207,27 @@ def test_a_kill_at_every_point_changes_nothing(
     assert queued(tmp_path / "killed" / "run") == queued(golden)
 
 
+def test_who_keeps_up_with_a_run_that_never_pauses_has_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = small_run(tmp_path / "run")
+    source.write(30)
+    run = served(tmp_path / "run")
+
+    def look() -> tuple[bool, bool]:
+        source.write(1)
+        return run.turn(NOW), run.has_caught_up
+
+    with monkeypatch.context() as patch:
+        for name in ("WINDOW_BYTES", "MIN_WINDOW_BYTES", "POLL_BYTES"):
+            patch.setattr(follow, name, 4096)
+        assert [look() for _ in range(3)] == [(True, False)] * 3, "control: much of it is not read yet"
+    looks = [look() for _ in range(3)]
+    num_judged = len(decisions(run.paths.run_dir))
+    run.close()
+
+    assert [has_moved for has_moved, _ in looks] == [True] * 3
+    assert looks[-1][1] and num_judged >= 30
+
+
 def test_an_end_while_decisions_are_judged_again_forgets_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Path
 ) -> None:
