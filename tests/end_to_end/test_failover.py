@@ -68,7 +68,14 @@ class Candidate:
             return 0, ""
 
     def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log
         return self.get("/readyz")[0] == 200
+
+    def wait_until_ready(self, timeout_s: float = 200.0) -> None:
+        try:
+            wait_for(self.is_ready, timeout_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.get('/readyz')}\n{self.log[-8000:]}") from error
 
     def end(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -140,7 +147,7 @@ def test_what_is_open_stays_open_whoever_serves_and_only_a_resolution_resolves_i
             return str(max(one["updatedAt"] for one in alerts_at(url)))
 
         active = start()
-        wait_for(active.is_ready)
+        active.wait_until_ready()
         wait_for(lambda: alerts_at(url) and receiver.received)
         names = {one["labels"]["incident"] for one in alerts_at(url)}
 
@@ -161,7 +168,7 @@ def test_what_is_open_stays_open_whoever_serves_and_only_a_resolution_resolves_i
 
         active.end(signal.SIGKILL)
         since = newest()
-        wait_for(standby.is_ready)
+        standby.wait_until_ready()
         wait_for(lambda: is_sent_again(since))
         assert page_of(runs) == standby.url
         assert f"run it: taken over from process {active.process.pid}" in standby.log
@@ -170,7 +177,7 @@ def test_what_is_open_stays_open_whoever_serves_and_only_a_resolution_resolves_i
         since = newest()
         time.sleep(3)
         last = start()
-        wait_for(last.is_ready)
+        last.wait_until_ready()
         wait_for(lambda: is_sent_again(since))
 
         assert {one["labels"]["incident"] for one in alerts_at(url)} == names

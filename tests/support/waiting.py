@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def wait_for(is_so: Callable[[], Any], what: str = "", *, timeout_s: float = 60.0, interval_s: float = 0.02) -> Any:
+def wait_for(is_so: Callable[[], Any], what: str = "", *, timeout_s: float = 150.0, interval_s: float = 0.02) -> Any:
     """Return the first true value of `is_so`, asked every `interval_s`; fails after `timeout_s`, and says for what."""
     until = time.monotonic() + timeout_s
     while not (found := is_so()):

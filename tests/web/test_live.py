@@ -128,6 +128,6 @@ def test_a_daemon_that_was_started_anew_is_followed_again_and_its_links_lead_to_
             one.stop()
             wait_for(lambda: one._http is not None and not one._http._thread.is_alive(), "the end of the first")
             with daemon(tmp_path, port=int(first.rpartition(":")[2])) as again:
-                wait_for(lambda: num_streams(again) == 1, "the stream to the new daemon", timeout_s=60.0)
+                wait_for(lambda: num_streams(again) == 1, "the stream to the new daemon")
                 page.reload()
                 page.get_by_text("step 3: nothing was found in it").wait_for()

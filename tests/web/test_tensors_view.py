@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("runs")
     small_run(directory / RUN).write(3)
     with daemon(directory) as one:
-        wait_for(one.api.is_ready, timeout_s=60.0)
+        wait_for(one.api.is_ready)
         yield directory
 
 

@@ -80,7 +80,7 @@ def order(run: Path, trace: Trace = AS_TILES, **changes: Any) -> str:
 
 def answered(run: Path) -> None:
     """Wait until the rank has said what becomes of the order; its writer looks for commands by itself."""
-    wait_for(lambda: run.exists() and Said(run).acks, "an answer", timeout_s=60.0)
+    wait_for(lambda: run.exists() and Said(run).acks, "an answer")
 
 
 def traced(run: Path, trace: Trace = AS_TILES, config: dict[str, Any] | None = None, **changes: Any) -> list[TracedStep]:
@@ -219,7 +219,7 @@ def test_a_disk_that_hangs_drops_steps_and_counts_them(run: Path, monkeypatch: p
         time.sleep(0.05)
         return len(training.losses) - 2 in [one.step for one in trace_paths(run)]
 
-    wait_for(is_through, timeout_s=60.0)
+    wait_for(is_through)
     training.end()
 
     last = read_trace(trace_paths(run)[-1].path).head

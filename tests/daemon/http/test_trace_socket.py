@@ -38,7 +38,7 @@ def training_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
     directory = tmp_path_factory.mktemp("runs")
     small_run(directory / RUN).write(3)
     with daemon(directory) as one:
-        wait_for(one.api.is_ready, timeout_s=60.0, what="the daemon")
+        wait_for(one.api.is_ready, what="the daemon")
         yield url(directory).replace("http", "ws") + "/ws/trace", load_tokens(directory / ".daemon"), directory / RUN
 
 
@@ -65,7 +65,7 @@ def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(train
     before = len(commands(run_dir))
     ranks = [TracingRank(run_dir, rank) for rank in range(2)]
     with client(address, tokens.control) as one:
-        wait_for(lambda: len(commands(run_dir)) > before, timeout_s=60.0, what="an order")
+        wait_for(lambda: len(commands(run_dir)) > before, what="an order")
         order = commands(run_dir)[before]
         assert isinstance(order, TraceTensors) and order.for_steps == 200 and order.trace.tokens
         assert order.trace.compressor == Compressor(name="tile", size=4) and order.kinds == ("activation",)
@@ -81,7 +81,7 @@ def test_a_client_sees_what_it_asked_for_and_the_ranks_stop_when_it_leaves(train
     assert (hidden["layer_id"], hidden["args"], hidden["name"]) == (3, [2, 16, 32], "layers.3")
     assert hidden["result"] == [["nan", 107.0], [107.0, "-inf"]] or hidden["result"] == [[["nan", 107.0], [107.0, "-inf"]]]
     assert told[0, 8, 8]["result"] == [list(range(16)), list(range(16, 32))]
-    wait_for(lambda: isinstance(commands(run_dir)[-1], WithdrawCommand), timeout_s=60.0, what="the withdrawal")
+    wait_for(lambda: isinstance(commands(run_dir)[-1], WithdrawCommand), what="the withdrawal")
     assert commands(run_dir)[-1].withdraws == order.id
     for rank in ranks:
         rank.writer.thread.close(10.0)
