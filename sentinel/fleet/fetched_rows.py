@@ -53,7 +53,7 @@ class FetchedRows:
         self.why_ended = ""
         """Why nothing is fetched any more; empty: it is."""
         self._spool_dir, self._owner, self._is_heard = run_dir / "spool", owner, is_heard
-        self._books: dict[str, DigestBook] = {}
+        self._book = DigestBook()
         self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
         self._wanted: dict[AwayFrame, bool] = {}
         """Frame -> whether it is known to be gone."""
@@ -65,9 +65,7 @@ class FetchedRows:
     def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str]) -> NodeDigest | None:
         """Return the digest that a node made of these frames of these spools, all its own; None: there is none."""
         owners = {self._owner(folder) for folder in folders}
-        with self._lock:
-            book = self._books.get(owners.pop()) if len(owners) == 1 else None
-        found = book.find(step, of) if book is not None else None
+        found = self._book.find(owners.pop(), step, of) if len(owners) == 1 else None
         if found is not None and step != self._newest_step:
             self.num_steps, self._newest_step = self.num_steps + 1, step
         return found
@@ -130,11 +128,7 @@ class FetchedRows:
         if len(begun.parts) < piece.num_parts:
             return
         del self._begun[piece.node]["digest", piece.number]
-        data = begun.whole()
-        found = decode_digest(data)
-        with self._lock:
-            book = self._books.setdefault(piece.node, DigestBook())
-        book.add(found, len(data))
+        self._book.add(piece.node, decode_digest(begun.whole()))
 
     def take_rows(self, piece: RowsPiece, fill: Callable[[int, int, bytes], bool]) -> int:
         """Take in a part of a frame of rows; returns the bytes that were written. WireError: they are no rows of ours.

@@ -25,12 +25,13 @@ from sentinel.record import ROW_DTYPE, STATS_DTYPE, Kind
 from sentinel.step_view import RankStep
 
 VERSION = 1
-MAX_STEPS = 256
-"""Newest steps of which digests are kept; a bound on memory."""
-MAX_BYTES = 128 * 2**20
-"""Most bytes of digests that are kept: the oldest go first, and their rows are asked for."""
-
-
+MAX_JUDGED = 4096
+"""Digests of so many steps before the one that was asked for last are kept: a restart of training goes back to a checkpoint,
+and its steps come while those of the former attempt are judged."""
+MAX_BYTES = 256 * 2**20
+"""Most bytes of digests of one run that are kept; of what is dropped the rows are asked for."""
+OVERHEAD_BYTES = 1024
+"""Bytes that a digest takes beside its values, and about as much each rank in it: measured, of the objects of Python."""
 MAX_DIGEST_BYTES = 64 * 2**20
 """Most bytes of one digest, a bound on memory: some 500,000 tensors."""
 MAX_DESCRIPTORS = 1024
@@ -73,6 +74,12 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     """Of some weight one element is nearly all."""
     kinds: tuple[str, ...] = ()
     """Kinds of which all rows are carried."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes, about."""
+        values = len(self.share) + len(self.stats) + len(self.present) + len(self.has_rows) + len(self.marks)
+        return values + OVERHEAD_BYTES + sum(OVERHEAD_BYTES + len(one.carried) for one in self.ranks)
 
     @property
     def of(self) -> tuple[tuple[bytes, int, int], ...]:
@@ -192,27 +199,34 @@ def decode_digest(data: bytes) -> NodeDigest:
 
 
 class DigestBook:
-    """The newest digests of a run, by the frames that they are made of. For any thread."""
+    """The digests of a run, by node and by the frames that they are made of. For any thread."""
 
-    def __init__(self) -> None:
-        self._of_step: dict[int, dict[tuple[tuple[bytes, int, int], ...], tuple[NodeDigest, int]]] = {}
-        self._num_bytes = 0
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        """max_bytes: most that are kept. Where there are more the steps before the one that was asked for last go first, for
+        they are judged; then the newest, which are judged last."""
+        self._of_step: dict[int, dict[tuple[str, tuple[tuple[bytes, int, int], ...]], NodeDigest]] = {}
+        self._num_bytes, self._max_bytes = 0, max_bytes
+        self._asked_step = -1
         self._lock = threading.Lock()
 
-    def add(self, found: NodeDigest, num_bytes: int) -> None:
-        """Take in a digest of so many bytes."""
+    def add(self, node: str, found: NodeDigest) -> None:
+        """Take in a digest that a node made."""
         with self._lock:
             of_step = self._of_step.setdefault(found.step, {})
-            self._num_bytes += num_bytes - (of_step[found.of][1] if found.of in of_step else 0)
-            of_step[found.of] = (found, num_bytes)
-            while len(self._of_step) > MAX_STEPS or (self._num_bytes > MAX_BYTES and len(self._of_step) > 1):
-                self._num_bytes -= sum(size for _, size in self._of_step.pop(min(self._of_step)).values())
+            former = of_step.get((node, found.of))
+            self._num_bytes += found.num_bytes - (0 if former is None else former.num_bytes)
+            of_step[node, found.of] = found
+            oldest = min(self._of_step)
+            while oldest < self._asked_step - MAX_JUDGED or (self._num_bytes > self._max_bytes and len(self._of_step) > 1):
+                dropped = self._of_step.pop(oldest if oldest < self._asked_step else max(self._of_step))
+                self._num_bytes -= sum(one.num_bytes for one in dropped.values())
+                oldest = min(self._of_step, default=self._asked_step)
 
-    def find(self, step: int, of: tuple[tuple[bytes, int, int], ...]) -> NodeDigest | None:
-        """Return the digest of a step that is made of these frames; None: there is none."""
+    def find(self, node: str, step: int, of: tuple[tuple[bytes, int, int], ...]) -> NodeDigest | None:
+        """Return a node's digest of a step that is made of these frames; None: there is none."""
         with self._lock:
-            found = self._of_step.get(step, {}).get(of)
-        return None if found is None else found[0]
+            self._asked_step = step
+            return self._of_step.get(step, {}).get((node, of))
 
 
 def _marked(share: NodeShare) -> npt.NDArray[np.int64]:

@@ -13,7 +13,15 @@ from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
-from sentinel.ingest.node_digest import DigestBook, DigestedRank, DigestMaker, NodeDigest, decode_digest, encode_digest
+from sentinel.ingest.node_digest import (
+    MAX_JUDGED,
+    DigestBook,
+    DigestedRank,
+    DigestMaker,
+    NodeDigest,
+    decode_digest,
+    encode_digest,
+)
 from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.ingest.steps import StepAssembler
@@ -61,10 +69,10 @@ class Elsewhere(RowSource):
                 if made is not None:
                     data = encode_digest(made)
                     self.num_bytes += len(data)
-                    self._book.add(decode_digest(data), len(data))
+                    self._book.add("node", decode_digest(data))
 
     def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str] = ()) -> NodeDigest | None:
-        return self._book.find(step, of)
+        return self._book.find("node", step, of)
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
         found: dict[tuple[bytes, int], Buffer] = {}
@@ -200,3 +208,44 @@ def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
         at += found[1]
     assert {is_rows for kind, is_rows in kinds if kind == FrameType.ROWS} == {True}
     assert not any(is_rows for kind, is_rows in kinds if kind != FrameType.ROWS)
+
+
+def a_digest(step: int, num_bytes: int = 1000) -> NodeDigest:
+    """A digest of two ranks whose values take so many bytes."""
+    ranks = tuple(DigestedRank(rank, bytes([rank]) * 16, 0, 2 * step, 3) for rank in range(2))
+    return NodeDigest(
+        version=1, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_bytes), present=b"", has_rows=b"",
+        marks=b"", has_lone_weight=False,
+    )  # fmt: skip
+
+
+def test_of_too_many_digests_those_that_are_judged_next_are_kept() -> None:
+    digests = [a_digest(step) for step in range(1000)]
+    book = DigestBook(max_bytes=100 * digests[0].num_bytes)
+
+    def held() -> list[int]:
+        return [one.step for one in digests if one.step in book._of_step]
+
+    for one in digests[:200]:
+        book.add("a", one)
+    assert held() == list(range(100)), "a backlog: the newest, which are judged last, made room"
+    for step in range(50):
+        assert book.find("a", step, digests[step].of) == digests[step]
+        assert book.find("b", step, digests[step].of) is None
+    for one in digests[200:240]:
+        book.add("a", one)
+    assert held() == [*range(40, 100), *range(200, 240)], "then those that are judged"
+
+
+def test_what_was_judged_long_ago_is_dropped_until_a_restart_goes_back() -> None:
+    book = DigestBook()
+    last = MAX_JUDGED + 500
+    for step in range(last + 1):
+        book.add("a", a_digest(step, 1))
+        book.find("a", step, ())
+    assert sorted(book._of_step)[0] == last - 1 - MAX_JUDGED
+    book.add("a", a_digest(2))
+    assert 2 not in book._of_step
+    book.find("a", 2, ())
+    book.add("a", a_digest(3))
+    assert book.find("a", 3, a_digest(3).of) is not None
