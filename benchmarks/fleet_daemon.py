@@ -162,9 +162,7 @@ def drain(where: Path, outage_s: float) -> None:
         while runs[0].step - progress(joined / "run")[1] > 4:
             train(STEP_S, "broker back")
             if time.perf_counter() - began > GIVEN_UP * outage_s:
-                print(
-                    f"drain: not caught up, {runs[0].step - progress(joined / 'run')[1]} steps behind: times below say little"
-                )
+                print(f"drain: given up {runs[0].step - progress(joined / 'run')[1]} steps behind; what follows says little")
                 break
             if reached is None and progress(joined / "run")[1] > judged:
                 reached = time.perf_counter()
