@@ -14,8 +14,10 @@ import pytest
 from sentinel.errors import ConfigError, WireError
 from sentinel.fleet import spool_cursor
 from sentinel.fleet.broker import BrokerConfig
-from sentinel.fleet.copied_runs import FORGOTTEN_S, REFUSED_S, SILENT_S, CopiedRuns
+from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.intake_tally import REFUSED_S
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
+from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S
 from sentinel.fleet.sealed import Answer, Beat, FilePlace, SpoolChunk, seal, unseal
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import SpoolCursor
@@ -322,14 +324,14 @@ def test_a_full_disk_under_the_copies_is_said_and_loses_nothing(
         for _ in range(3):
             fleet.settle()
             fleet.now += RESEND_S + 1
-        assert "No space left" in fleet.copies.disk_problem
+        assert "No space left" in fleet.copies.tally.disk_problem
         assert sum("No space left" in one for one in fleet.problems) == 1
     for is_restarted in (False, True):
         for _ in range(3):
             fleet.settle()
             fleet.now += RESEND_S + 1
         assert spool_bytes(copy) == spool_bytes(spool)
-        assert fleet.copies.disk_problem == ""
+        assert fleet.copies.tally.disk_problem == ""
         if not is_restarted:
             fleet.restarted("j2")
 

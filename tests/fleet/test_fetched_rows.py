@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from sentinel.errors import StoreError, WireError
-from sentinel.fleet.copied_runs import SILENT_S
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
+from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import DigestPiece, Published, RowsPiece, SpoolChunk, seal, unseal_published
 from sentinel.fleet.spool_cursor import frames_of_rows
 from sentinel.ingest.step_parts import AwayFrame

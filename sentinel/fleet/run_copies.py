@@ -1,0 +1,231 @@
+"""RunCopies: the copies of one run at the join: whose spool is whose, what each node has, and what waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import deque
+from pathlib import Path
+
+from sentinel.errors import WireError
+from sentinel.fleet.intake_tally import IntakeTally
+from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.spool_copy import SpoolCopy
+from sentinel.fleet.spool_cursor import last_index
+from sentinel.join_health import NodeHealth
+from sentinel.printable import printable
+from sentinel.private_files import create_file, make_directory
+from sentinel.wire.pulse import NAME as PULSE
+from sentinel.wire.spool import parse_incarnation_folder, read_ack
+from sentinel.wire.witness import NAME as WITNESS
+
+SILENT_S = 30.0
+"""A node that said nothing for so long is waited for no more."""
+FORGOTTEN_S = 3600.0
+"""A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
+MAX_FOLDER_CHARS = 64
+OWNER = "node"
+"""File in the folder of a copy that names the node from which it comes."""
+
+
+class RunCopies:
+    """Called under the lock of all runs. Moments are monotonic seconds."""
+
+    def __init__(self, run_dir: Path, tally: IntakeTally) -> None:
+        """run_dir: of the copies; what a former process left there is taken up by `recall`."""
+        self.copies: dict[str, SpoolCopy] = {}
+        """Folder of a spool -> its copy."""
+        self.heard: dict[str, float] = {}
+        """Node -> when its newest beat came."""
+        self.held_bytes = 0
+        """Bytes of the chunks that wait."""
+        self._run_dir, self._tally = run_dir, tally
+        self._name = printable(run_dir.name)
+        self._heads: dict[str, SpoolHead] = {}
+        self._owners: dict[str, str] = {}
+        self._seen_until: dict[str, float] = {}
+        """Node -> the moment of this clock as of which its heads are known."""
+        self._spoke: dict[str, tuple[float, int, float]] = {}
+        """Node -> (when its newest beat came, bytes that wait there, seconds for which they have)."""
+        self._held: deque[tuple[float, SpoolChunk]] = deque()
+        self._numbers: dict[str, tuple[str, int]] = {}
+        """Node -> `number` of its newest beat."""
+        self._spoken: set[str] = set()
+        """Nodes that have said since the beginning what they hold."""
+
+    def recall(self, begun: float) -> bool:
+        """Go on with the copies that an earlier process began; return whether there are any."""
+        for path in sorted((self._run_dir / "spool").iterdir()):
+            if parse_incarnation_folder(path.name) is None:
+                continue
+            try:
+                owner = json.loads((path / OWNER).read_bytes())
+            except (OSError, ValueError):
+                continue
+            if isinstance(owner, str):
+                self._owners[path.name], self.copies[path.name] = owner, SpoolCopy(path)
+        # They have as long to report as any that falls silent.
+        self.heard = dict.fromkeys(self._owners.values(), begun)
+        return bool(self._owners)
+
+    # Whose is whose.
+
+    def owner(self, folder: str) -> str:
+        """Return the node that a spool comes from; empty: none."""
+        return self._owners.get(folder, "")
+
+    def claim(self, folder: str, node: str) -> str:
+        """Return why a spool is not taken from a node; empty: it is its own from now on, if it was nobody's."""
+        if parse_incarnation_folder(folder) is None or len(folder) > MAX_FOLDER_CHARS:
+            why = f"run {self._name}: node {node}: expected the folder of a spool, got {printable(folder[:64])!r}"
+            self._tally.say(f"{self._name}/{folder}", why)
+            return why
+        owner = self._owners.get(folder)
+        if owner is None:
+            return self._begin(folder, node)
+        if owner != node:
+            why = f"run {self._name}: spool {folder} is node {owner}'s, and node {node} sends it too: that is refused"
+            self._tally.say(f"{self._name}/{folder}/{node}", why)
+            return why
+        return ""
+
+    def _begin(self, folder: str, node: str) -> str:
+        path = self._run_dir / "spool" / folder
+        try:
+            if path.exists():
+                why = f"run {self._name}: spool {folder} of node {node}: this directory has one that came from no node"
+                self._tally.say(f"{self._name}/{folder}/{node}", why)
+                return why
+            make_directory(path)
+            _put(path / OWNER, json.dumps(node).encode())
+        except OSError as error:
+            self._tally.note_disk(f"{path}: {error.strerror or error}")
+            return self._tally.disk_problem
+        self._owners[folder], self.copies[folder] = node, SpoolCopy(path)
+        return ""
+
+    # What a node says.
+
+    def is_repeated(self, beat: Beat) -> bool:
+        """Return whether a beat came before, or a later one did."""
+        newest = self._numbers.get(beat.node, ("", 0))
+        return beat.number[0] == newest[0] and beat.node in self._numbers and beat.number <= newest
+
+    def take_beat(self, beat: Beat, join: str, now: float) -> dict[str, SpoolHeld]:
+        """Take in what a node has; return what is here of each of its spools. join: this process."""
+        node = beat.node
+        if beat.number[0]:
+            self._numbers[node] = beat.number
+        self.heard[node] = now
+        self._spoken.add(node)
+        self._spoke[node] = (
+            now,
+            sum(one.waiting_bytes for one in beat.spools.values()),
+            max((one.waiting_s for one in beat.spools.values()), default=0.0),
+        )
+        if beat.echo[0] == join:
+            self._seen_until[node] = max(self._seen_until.get(node, 0.0), beat.echo[1] / 1e9)
+        if beat.is_leaving:
+            del self.heard[node], self._spoke[node]
+        return {folder: self._compared(folder, head, node) for folder, head in beat.spools.items()}
+
+    def _compared(self, folder: str, head: SpoolHead, node: str) -> SpoolHeld:
+        if refused := self.claim(folder, node):
+            return SpoolHeld(FilePlace(), refused=refused)
+        copy = self.copies[folder]
+        former = self._heads.get(folder)
+        if former is None or not _is_beyond(former.head, head.head):
+            # A beat that was on its way for longer than the next one knows less.
+            self._heads[folder] = head
+        copy.prune(head.first)
+        if head.pulse_ns > 0:
+            _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))
+        if head.witness:
+            _put(copy.folder / WITNESS, head.witness)
+        try:
+            witness_bytes = (copy.folder / WITNESS).lstat().st_size
+        except OSError:
+            witness_bytes = 0
+        return SpoolHeld(copy.place, read_ack(copy.folder), witness_bytes, num_away=copy.num_away())
+
+    def node_health(self, now: float) -> list[NodeHealth]:
+        """Return how each node is that spoke within the hour."""
+        return [
+            NodeHealth(node=node, silent_s=now - at, lag_bytes=lag_bytes, lag_s=lag_s)
+            for node, (at, lag_bytes, lag_s) in self._spoke.items()
+            if now - at < FORGOTTEN_S
+        ]
+
+    # What waits for whom.
+
+    def on_the_way(self, now: float) -> frozenset[str]:
+        """Return the folders of spools of which more is known to exist than is here."""
+        return frozenset(
+            folder
+            for folder, copy in self.copies.items()
+            if now - self.heard.get(self._owners[folder], -SILENT_S) < SILENT_S and self._is_behind(folder, copy)
+        )
+
+    def _is_behind(self, folder: str, copy: SpoolCopy) -> bool:
+        """Return whether a spool holds more than its copy, or may: its node has not spoken yet."""
+        head = self._heads.get(folder)
+        if head is None:
+            return self._owners[folder] not in self._spoken
+        return _is_beyond(head.head, copy.place)
+
+    def hold(self, chunk: SpoolChunk, now: float) -> None:
+        """Keep a chunk of a spool that was claimed, until `release`."""
+        self._held.append((now, chunk))
+        self.held_bytes += len(chunk.data)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether any chunk waits."""
+        return bool(self._held)
+
+    def release(self, now: float) -> int:
+        """Write what no node may be behind of; return the bytes that are new."""
+        live = [node for node, heard in self.heard.items() if now - heard < SILENT_S]
+        until = min((self._seen_until.get(node, 0.0) for node in live), default=now)
+        num_new = 0
+        while self._held and self._held[0][0] <= until:
+            _, chunk = self._held.popleft()
+            self.held_bytes -= len(chunk.data)
+            num_new += self._write(chunk)
+        return num_new
+
+    def _write(self, chunk: SpoolChunk) -> int:
+        copy, counts = self.copies[chunk.folder], self._tally.counts
+        repeated, dropped = copy.num_repeated, copy.num_dropped
+        try:
+            num_new = copy.take(chunk)
+        except OSError as error:
+            # It is not held, and so comes again.
+            self._tally.note_disk(f"{copy.folder}: {error.strerror or error}")
+            return 0
+        except WireError as error:
+            self._tally.say(f"{chunk.run}/{chunk.folder}/{type(error).__name__}", f"run {self._name}: {error}")
+            return 0
+        if num_new:
+            self._tally.note_disk("")
+        counts["bytes"] += num_new
+        counts["repeated"] += copy.num_repeated - repeated
+        counts["dropped"] += copy.num_dropped - dropped
+        return num_new
+
+
+def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
+    return (last_index(head.file), head.offset if head.file == place.file else 0) > (
+        last_index(place.file),
+        place.offset if head.file == place.file else 0,
+    )
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a small file whole, 0600; where the disk takes it not, the former one stays."""
+    draft = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(OSError):
+        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
+            file.write(data)
+        draft.replace(path)
