@@ -480,7 +480,110 @@ def daemon() -> dict[str, Any]:
     )
 
 
-DASHBOARDS = {"overview": overview, "run": run, "pipeline": pipeline, "sentinel": daemon}
+def fleet() -> dict[str, Any]:
+    """Return the dashboard of the joins of fleets, and of the nodes that ship to them."""
+    now = [
+        number("Joins at work", "One for each broker.", "short", "sum(sentinel_join_active{%I})"),
+        number("Standing by", "Joins that would take over.", "short", "count(sentinel_join_active{%I} == 0) or vector(0)"),
+        number("Epoch", "Of the newest lease: one more with each take-over.", "short", "max(sentinel_join_lease_epoch{%I})"),
+        number(
+            "Silent nodes",
+            "Spoke within the hour, and not for 30 s: waited for no more.",
+            "short",
+            'sum(sentinel_join_nodes{%I, state="silent"})',
+            bad_from=1,
+        ),
+        number(
+            "Behind",
+            "How long bytes have waited to be shipped, at most.",
+            "s",
+            "max(sentinel_join_lag_seconds{%I})",
+            bad_from=60,
+        ),
+        number(
+            "Broker away",
+            "Joins that reach no broker.",
+            "short",
+            "count(sentinel_join_broker_connected{%I} == 0) or vector(0)",
+            bad_from=1,
+        ),
+        number(
+            "Copies refused",
+            "Joins whose disk takes no copies.",
+            "short",
+            "sum(sentinel_join_copies_refused{%I})",
+            bad_from=1,
+        ),
+        number(
+            "Rows gone",
+            "Frames of the last hour that no node had any more: their steps were judged without them.",
+            "short",
+            "sum(increase(sentinel_join_gone_frames_total{%I}[1h]))",
+            bad_from=1,
+        ),
+    ]
+    flow = [
+        graph(
+            "New bytes", "Of spools, as they come.", "Bps",
+            target("rate(sentinel_join_bytes_total{%I}[$__rate_interval])", "{{instance}}"),
+        ),
+        graph(
+            "Chunks",
+            "That came; were here already; came too early for the room; were not taken from who sent them.",
+            "ops",
+            *(
+                target(f"rate(sentinel_join_{what}_total{{%I}}[$__rate_interval])", f"{{{{instance}}}} {words}")
+                for what, words in (
+                    ("chunks", "came"), ("repeated", "repeated"), ("dropped", "dropped"), ("refused", "refused"),
+                )
+            ),
+        ),
+        graph(
+            "Steps of digests",
+            "Judged of digests; and those whose rows were asked for, for something in them was looked at row by row.",
+            "ops",
+            target("rate(sentinel_join_digested_steps_total{%I}[$__rate_interval])", "{{instance}} of digests"),
+            target("rate(sentinel_join_fetched_steps_total{%I}[$__rate_interval])", "{{instance}} rows asked for"),
+        ),
+    ]  # fmt: skip
+    nodes = [
+        graph(
+            "Not shipped yet", "Bytes in the spools of all nodes.", "bytes",
+            target("sentinel_join_lag_bytes{%I}", "{{instance}}"),
+        ),
+        graph(
+            "Held back", "Bytes that wait until every node has spoken since: a step must not close without its ranks.",
+            "bytes", target("sentinel_join_held_bytes{%I}", "{{instance}}"),
+        ),
+        graph(
+            "Nodes", "Live, and silent for 30 s.", "short",
+            target("sum by (state) (sentinel_join_nodes{%I})", "{{state}}"),
+        ),
+        graph(
+            "Furthest behind", "Of the nodes furthest behind: how long their bytes have waited.", "s",
+            target("sentinel_join_node_lag_seconds{%I}", "{{node}}"),
+        ),
+        graph(
+            "Their bytes", "Of the same nodes.", "bytes", target("sentinel_join_node_lag_bytes{%I}", "{{node}}"),
+        ),
+        graph(
+            "Since they spoke", "Of the same nodes: a beat comes each second.", "s",
+            target("time() - sentinel_join_node_heard_timestamp_seconds{%I}", "{{node}}"),
+        ),
+    ]  # fmt: skip
+    taken_over = annotation(
+        "Take-overs", "changes(sentinel_join_lease_epoch{%I}[1m]) > 0", "{{instance}} took over", "orange"
+    )
+    return dashboard(
+        "sentinel-fleet",
+        "Sentinel / Fleet",
+        "Whether everything that nodes measure comes to the join, and which node is behind.",
+        [("Now", 4, now), ("What comes", 8, flow), ("The nodes", 8, nodes)],
+        annotations=[taken_over],
+    )
+
+
+DASHBOARDS = {"overview": overview, "run": run, "pipeline": pipeline, "sentinel": daemon, "fleet": fleet}
 
 
 def as_text(made: dict[str, Any]) -> str:

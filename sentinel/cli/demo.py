@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -65,6 +66,8 @@ def demo(directory: str | None, is_fleet: bool, keep: bool, as_json: bool) -> in
     where = runs_directory(directory) / run_name(
         f"demo-{'fleet-' if is_fleet else ''}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     )
+    # As Ctrl-C: what was started is ended with it.
+    signal.signal(signal.SIGTERM, _interrupt)
     plan = FLEET_PLAN if is_fleet else DemoPlan()
     show = progress(plan.num_steps)
     stage = Stage(TwoNodes(where, plan, show.line) if is_fleet else OneMachine(where), plan, show)
@@ -83,6 +86,11 @@ def demo(directory: str | None, is_fleet: bool, keep: bool, as_json: bool) -> in
     finally:
         stage.close()
     return CLEAN if scene.outcome.holds else FOUND
+
+
+def _interrupt(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 class Stage:

@@ -73,9 +73,6 @@ def serve(
     config_file = Path(config) if config else None
     read = functools.partial(read_config, config_file, late_after, late_after_s)
     http = None if no_http else listening.config()
-    watchdog = (
-        os.environ.get("WATCHDOG_USEC", "0") if os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()) else "0"
-    )
     options = ServeOptions(
         directory=where,
         state_dir=Path(state_dir) if state_dir else None,
@@ -87,8 +84,6 @@ def serve(
         http=http,
         is_owned=owned,
         parent=os.getppid() if owned else 0,
-        notify_socket=os.environ.get("NOTIFY_SOCKET", ""),
-        watchdog_us=int(watchdog) if watchdog.isdigit() else 0,
         drain_s=drain_s,
     )
     try:

@@ -68,8 +68,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The daemon of `sentinel run`: the end of its parent, or SIGTERM, is the end of the run, and open steps close."""
     parent: int = 0
     """Process id of the parent, when it is owned."""
-    notify_socket: str = ""
-    watchdog_us: int = 0
     drain_s: float = 10.0
     """Longest time for judging and telling what is left after SIGTERM."""
     config_file: Path | None = None
@@ -115,14 +113,14 @@ class Daemon:
             silences=self._silences, phases_of=lambda run: self._runs.phases_of(run), is_dry_run=options.is_dry_run,
         )  # fmt: skip
         self._environ = environ
-        self._systemd = Systemd(options.notify_socket, options.watchdog_us)
+        self._systemd = Systemd.of(environ)
         self._requests = LoopRequests()
         self._meters = DaemonMeters()
         self._runs = ServedRuns(
             options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
             serve=lambda paths: ServedRun(
                 paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
-                options.rows_from(paths.name), options.epoch(),
+                options.rows_from(paths.name), options.epoch(), self._advanced,
             ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
@@ -188,7 +186,7 @@ class Daemon:
             if has_reloaded:
                 has_reloaded = False
                 self.api.reloaded()
-            self._systemd.alive()
+            self._advanced()
             if is_first:
                 # HTTP after the first look at the spool: its libraries take as long to load as a step takes to judge.
                 is_first = False
@@ -202,6 +200,11 @@ class Daemon:
             # Ten times the cost of a look that found nothing: thousands of ranks must not cost a core.
             pause = max(FAST_POLL_S, 10.0 * (now - begun)) if now - flowed < FLOWING_S else pause * 1.5
             self._requests.pause(min(pause, SLOW_POLL_S))
+
+    def _advanced(self) -> None:
+        """Say that the loop goes on: it came round, or judged a step, of which a turn may have many."""
+        self.api.state.alive()
+        self._systemd.alive()
 
     def _turn(self) -> bool:
         return not self._options.standby_of() and any(has_moved for _, has_moved in self._runs.each(self._judge))

@@ -16,8 +16,8 @@ from sentinel.report.silences import Silences
 from sentinel.version import VERSION
 
 STUCK_AFTER_S = 30.0
-"""Seconds of one turn after which the loop is called stuck. Too small: a turn that reads a long spool is; too large: a loop
-that hangs is reported late."""
+"""Seconds in which the loop neither comes round nor judges a step, after which it is called stuck. Too small: a step that
+waits for rows of a node is; too large: a loop that hangs is reported late."""
 
 
 class DaemonHealth:
@@ -44,11 +44,15 @@ class DaemonHealth:
     ) -> None:
         """Say that the loop came round, which runs it serves, why others are not served, and who serves them: run ->
         process."""
-        self._alive_at = time.monotonic()
+        self.alive()
         if runs != self.runs:
             self.runs = runs
         self._problems, self._held = dict(problems), dict(held)
         self._has_caught_up = not self.is_standby and (self._has_caught_up or is_caught_up)
+
+    def alive(self) -> None:
+        """Say that the loop goes on."""
+        self._alive_at = time.monotonic()
 
     @property
     def is_standby(self) -> bool:
@@ -90,7 +94,7 @@ class DaemonHealth:
         """Return what is wrong with all parts of the daemon, in words."""
         problems = []
         if self._is_stuck:
-            problems.append(f"the loop has not come round for {time.monotonic() - self._alive_at:.0f} s")
+            problems.append(f"the loop has judged nothing and not come round for {time.monotonic() - self._alive_at:.0f} s")
         problems += [f"run {name} is not served: {problem}" for name, problem in sorted(self._problems.items())]
         if self._packs.problem:
             problems.append(f"rules: the former ones are in use: {self._packs.problem}")

@@ -84,13 +84,14 @@ class ServedRun:
         on_the_way: Callable[[], Collection[str]] = tuple,
         rows_from: RowSource | None = None,
         epoch: int = 0,
+        advanced: Callable[[], None] = lambda: None,
     ) -> None:
         """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors.
 
         on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`. epoch: of the lease under which it is served, as of
-        `Journal`; 0: under none.
+        `Journal`; 0: under none. advanced: called behind each step and moment that was judged.
         """
-        self._on_the_way, self._rows_from = on_the_way, rows_from
+        self._on_the_way, self._rows_from, self._advanced = on_the_way, rows_from, advanced
         self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
@@ -390,6 +391,7 @@ class ServedRun:
             if is_new:
                 with stages.measure("commit", 1):
                     self._commits.add(judgement, self._stages)
+            self._advanced()
         if has_any:
             with stages.measure("commit"):
                 self._commits.flush(self._stages)

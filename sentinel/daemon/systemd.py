@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
+from collections.abc import Mapping
+from typing import Self
 
 
 class Systemd:
@@ -18,6 +21,13 @@ class Systemd:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._interval_s = watchdog_us / 2e6
         self._due = 0.0
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Self:
+        """Return who listens to this process, by the variables that systemd gave it."""
+        watchdog = environ.get("WATCHDOG_USEC", "")
+        is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        return cls(environ.get("NOTIFY_SOCKET", ""), int(watchdog) if is_ours and watchdog.isdecimal() else 0)
 
     def ready(self) -> None:
         """Say that the daemon serves; ends a reload as well."""

@@ -18,6 +18,8 @@ from sentinel.wire.spool_files import file_name, read_window
 log = logging.getLogger("sentinel.fleet")
 
 LOOK_S = 0.02
+STALLED_S = 60.0
+"""Nodes that speak, and send none of the rows that they are asked for, are waited for so long."""
 MAX_WANTED = 2048
 """Most frames that one answer asks for: the others come with the next."""
 MAX_BEGUN = 8
@@ -73,10 +75,11 @@ class FetchedRows:
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
         """Return (process, number of the frame) -> payload. Waits for nodes that speak; StoreError: this join is at its end.
 
-        What a node has no more, or one that is silent, is left out.
+        What a node has no more is left out, and what is wanted of one that is silent, or sends nothing for `STALLED_S`.
         """
         found: dict[tuple[bytes, int], Buffer] = {}
         missing = [one for one in frames if not self._read(one, found)]
+        advanced, num_missing = time.monotonic(), len(missing)
         self.num_fetched += 1
         with self._lock:
             self._wanted.update(dict.fromkeys(missing, False))
@@ -89,12 +92,16 @@ class FetchedRows:
                     gone = {one for one in missing if self._wanted.get(one, False)}
                 gone |= {one for one in missing if not self._is_heard(self._owner(one.folder))}
                 missing = [one for one in missing if not self._read(one, found)]
+                if len(missing) < num_missing:
+                    advanced, num_missing = time.monotonic(), len(missing)
+                elif time.monotonic() - advanced >= STALLED_S:
+                    gone.update(missing)
                 lost = [one for one in missing if one in gone]
                 if lost:
                     self.num_gone += len(lost)
                     log.warning(
-                        "run %s: rows of %d frames of %s cannot be had: their node has them no more, or said nothing for "
-                        "too long; that step is judged without them",
+                        "run %s: rows of %d frames of %s cannot be had: their node has them no more, says nothing, or sends "
+                        "none; that step is judged without them",
                         self._spool_dir.parent.name, len(lost), ", ".join(sorted({one.folder for one in lost})[:8]),
                     )  # fmt: skip
                 missing = [one for one in missing if one not in gone]

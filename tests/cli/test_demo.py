@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from sentinel.cli.demo_story import Scene, story
 from sentinel.incident import Incident
 
 from ..support.anomalies import a_nan, an_incident
+from ..support.waiting import wait_for
+from ..support.warm import cli
 
 PLAN = DemoPlan()
 
@@ -128,6 +133,31 @@ def test_story_and_report_are_told_of_anything() -> None:
 
         assert list(story(scene))
         assert json.loads(json.dumps(scene.report(), allow_nan=False))["ok"] == found.holds
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_demo_that_is_ended_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    def ours() -> list[str]:
+        """The commands of all processes that were started for runs below this directory."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = process.joinpath("environ").read_bytes() + process.joinpath("cmdline").read_bytes()
+                if str(tmp_path).encode() in words and process.name != str(demo.pid):
+                    found.append(process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+            except OSError:
+                continue
+        return found
+
+    with (tmp_path / "log").open("wb") as log:
+        demo = subprocess.Popen([*cli(), "demo", "--dir", str(tmp_path)], stdout=log, stderr=log)
+    wait_for(lambda: re.search(r"^step +\d", (tmp_path / "log").read_text(), re.MULTILINE))
+    assert len(ours()) >= 5, "four ranks and a daemon"
+    demo.send_signal(number)
+    assert demo.wait(120) == 130, (tmp_path / "log").read_text()
+    assert "interrupted" in (tmp_path / "log").read_text()
+    wait_for(lambda: not ours(), "ranks that end")
 
 
 def test_receiver_keeps_what_it_is_sent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,15 @@ def test_systemd_hears_ready_and_alive(tmp_path: Path) -> None:
         assert received.recv(100) == b"WATCHDOG=1"
         assert received.recv(100).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
         assert received.recv(100) == b"STOPPING=1"
+
+
+def test_a_watchdog_of_another_process_is_not_ours() -> None:
+    ours = {"NOTIFY_SOCKET": "/run/notify", "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}
+    of = {name: Systemd.of(environ)._interval_s for name, environ in {
+        "ours": ours, "nobody's": {**ours, "WATCHDOG_PID": "1"}, "any": {"WATCHDOG_USEC": "2000000"},
+        "none": {}, "no number": {"WATCHDOG_USEC": "soon"},
+    }.items()}  # fmt: skip
+    assert of == {"ours": 30.0, "nobody's": 0.0, "any": 1.0, "none": 0.0, "no number": 0.0}
 
 
 def test_without_systemd_nothing_is_said() -> None:

@@ -228,6 +228,16 @@ def test_who_keeps_up_with_a_run_that_never_pauses_has_caught_up(tmp_path: Path,
     assert looks[-1][1] and num_judged >= 30
 
 
+def test_a_long_turn_says_of_each_step_that_the_loop_goes_on(tmp_path: Path) -> None:
+    small_run(tmp_path / "run").write(20)
+    (tmp_path / "run").chmod(0o700)
+    judged: list[int] = []
+    run = ServedRun(RunPaths.of(tmp_path / "run"), DaemonConfig(), loaded_packs(), advanced=lambda: judged.append(1))
+    run.turn(NOW)
+    assert len(judged) == len(decisions(run.paths.run_dir)) >= 15
+    run.close()
+
+
 def test_an_end_while_decisions_are_judged_again_forgets_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Path
 ) -> None:

@@ -15,6 +15,7 @@ from sentinel.cli.join import join
 from sentinel.cli.main import run_cli
 from sentinel.cli.ship import ship
 from sentinel.fleet.broker import STREAM_BYTES
+from sentinel.fleet.fetched_rows import STALLED_S
 
 from ..support.certificates import write_pair
 from ..support.servers import need, run_tool
@@ -41,8 +42,9 @@ def test_units_start_what_there_is_and_write_where_they_may(verb, tmp_path):
     assert options["directory"] == f"/var/lib/{line_of(unit, 'StateDirectory')[0]}"
     assert options["drain_s"] < float(line_of(unit, "TimeoutStopSec")[0])
     assert line_of(unit, "Restart") == ["always"]
-    # Only what notifies may be waited for, and only serve feeds a watchdog.
-    assert line_of(unit, "Type") == (["notify"] if verb == "join" else []) and not line_of(unit, "WatchdogSec")
+    # Only what notifies may be waited for, and feeds a watchdog, which waits longer than a step does for rows of nodes.
+    assert line_of(unit, "Type") == (["notify"] if verb == "join" else [])
+    assert [float(one) > 2 * STALLED_S for one in line_of(unit, "WatchdogSec")] == ([True] if verb == "join" else [])
     if shutil.which("systemd-analyze") is not None:
         path = tmp_path / f"sentinel-{verb}.service"
         path.write_text(re.sub("^User=.*$", "User=daemon", unit, flags=re.MULTILINE).replace(program, "/bin/true"))

@@ -15,8 +15,10 @@ import pytest
 from sentinel.messages import Heartbeat
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
+from ..support.nats_broker import NatsBroker
 from ..support.ports import free_port
 from ..support.servers import Receiver, get, get_json, need, prometheus, run_tool
+from ..support.serving import small_run
 from ..support.waiting import wait_for
 from ..support.warm import cli
 
@@ -68,7 +70,7 @@ def test_each_dashboard_lets_one_choose_source_job_and_daemon_and_leads_to_the_o
 
 
 def test_dashboards_have_names_of_their_own():
-    assert len({board["uid"] for board in BOARDS.values()}) == len({board["title"] for board in BOARDS.values()}) == 4
+    assert len({board["uid"] for board in BOARDS.values()}) == len({board["title"] for board in BOARDS.values()}) == 5
 
 
 @pytest.mark.parametrize(("board", "panel"), PANELS)
@@ -111,7 +113,7 @@ class ChattyRun(SyntheticRun):
 @pytest.mark.server
 @pytest.mark.slow
 def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(tmp_path):
-    need("prometheus", "promtool")
+    need("prometheus", "promtool", "nats-server")
     runs = tmp_path / "runs"
     runs.mkdir(mode=0o700)
     source = ChattyRun(runs / "run", pp=2, dp=2, layers=4, d_model=16, elements=8)
@@ -137,7 +139,11 @@ def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(t
         try:
             wait_for(lambda: daemon.poll() is not None or b'judged_step{run="run"} 59.0' in scraped(address))
             assert run_tool("promtool", "check", "metrics", stdin=scraped(address)) == (0, "")
-            with prometheus(tmp_path, address, rules) as url:
+            with (
+                NatsBroker(tmp_path / "broker") as broker,
+                joined(tmp_path, broker.url) as join,
+                prometheus(tmp_path, address, rules, also=[join]) as url,
+            ):
                 waiting = [(param.values[1]["title"], one["expr"]) for param in PANELS for one in param.values[1]["targets"]]
 
                 def is_whole():
@@ -156,6 +162,25 @@ def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(t
         finally:
             daemon.terminate()
             daemon.wait(240)
+
+
+@contextlib.contextmanager
+def joined(directory, broker):
+    """Yield the address of a join to which a node ships a run of its own, in digests."""
+    address = f"127.0.0.1:{free_port()}"
+    small_run(directory / "node" / "run").write(20)
+    (directory / "node").chmod(0o700)
+    commands = (
+        ["join", str(directory / "joined"), "--server", broker, "--listen", address, "--open-reads"],
+        ["node", str(directory / "node"), "--server", broker, "--node", "node0"],
+    )
+    with contextlib.ExitStack() as stack:
+        for verb in commands:
+            log = stack.enter_context((directory / f"{verb[0]}.log").open("wb"))
+            process = subprocess.Popen([*cli(), *verb], stderr=log)
+            stack.callback(process.wait, 240)
+            stack.callback(process.terminate)
+        yield address
 
 
 def scraped(address):

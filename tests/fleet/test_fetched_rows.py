@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import StoreError, WireError
+from sentinel.fleet import fetched_rows
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
 from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import DigestPiece, Published, RowsPiece, SpoolChunk, seal, unseal_published
@@ -138,6 +139,15 @@ def test_rows_that_are_gone_or_of_a_silent_node_are_not_waited_for(thin: ThinFle
 
     thin.now += SILENT_S + 1.0
     assert not rows.fetch(frames[:1])
+
+
+def test_a_node_that_speaks_and_sends_no_rows_is_not_waited_for_for_good(
+    thin: ThinFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fetched_rows, "STALLED_S", 0.3)
+    assert not thin.fetched(thin.talk)
+    assert thin.copies.rows_of("run").num_gone == len(thin.frames())
+    assert "says nothing, or sends none; that step is judged without them" in caplog.text
 
 
 def test_nobody_waits_for_rows_at_the_end_of_a_join(thin: ThinFleet) -> None:

@@ -133,10 +133,12 @@ function Overlay({ title, lines, by, view, extent, onView, isLog }) {
   );
 }
 
+const lies = (share) => `${number(100 * Math.abs(share), 3)} % ${share < 0 ? "below" : "above"}`;
+
 function evidenceOf(one) {
   if (one.difference === null) return `${one.values.map((value) => (value === null ? "not finite" : number(value, 5))).join(" and ")}: one of them is not finite`;
-  const beyond = one.noise > 0 ? `${number(Math.abs(one.difference - one.usual) / one.noise, 3)} deviations beyond` : "equal before, but for";
-  return `${one.values.map((value) => number(value, 6)).join(" and ")}: ${number(100 * one.difference, 3)} % apart, ${beyond} ${one.noise > 0 ? `the usual ${number(100 * one.usual, 3)} % \u00b1 ${number(100 * one.noise, 3)} %` : "rounding"}`;
+  const beyond = one.noise > 0 ? `${number(Math.abs(one.difference - one.usual) / one.noise, 3)} deviations beyond the usual ${lies(one.usual)} \u00b1 ${number(100 * one.noise, 3)} %` : "equal before, but for rounding";
+  return `${one.values.map((value) => number(value, 6)).join(" and ")}: the first is ${lies(one.difference)} the second, ${beyond}`;
 }
 
 function Where({ one, runs, statistic }) {
