@@ -13,6 +13,7 @@ a step costs the join for each node, and at how many nodes a core is full where 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pickle
 import resource
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +112,21 @@ def written(where: Path, num_nodes: int, layers: int) -> tuple[SyntheticRun, lis
     return run, names
 
 
+def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
+    with said.open("rb") as file, contextlib.suppress(EOFError):
+        while True:
+            yield pickle.load(file)
+
+
 def join(said: Path, joined: Path) -> dict[str, Any]:
     """Take in what a fleet said, and judge it; returns what that took. Called in a process of its own."""
-    messages: list[tuple[float, bool, bytes]] = pickle.loads(said.read_bytes())
     now = [100.0]
     joined.mkdir()
     copies = CopiedRuns(joined, JOIN, begin_s=0.0, clock=lambda: now[0])
     packs = RulePacks(())
     packs.load()
     began = time.process_time()
-    for at, is_beat, data in messages:
+    for at, is_beat, data in _read(said):
         if at != now[0]:
             copies.release()
             now[0] = at
@@ -162,7 +169,9 @@ def measured(num_nodes: int, steps: int, layers: int) -> tuple[float, dict[str, 
         fleet = Fleet(where, names)
         run.write(steps)
         fleet.ship()
-        (where / "said").write_bytes(pickle.dumps(fleet.said))
+        with (where / "said").open("wb") as file:
+            for message in fleet.said:
+                pickle.dump(message, file)
         spooled = sum(path.stat().st_size for path in run.directory.rglob("*.spool"))
         done = subprocess.run(
             [sys.executable, __file__, "--join", str(where / "said"), str(where / "joined")],

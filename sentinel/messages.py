@@ -101,7 +101,7 @@ START = "start"
 store of the process group. It is the same on all ranks of one start, and on no others; missing where there was no store."""
 
 
-class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """The first frame of an incarnation and of each of its files; when tensors, placements or chunks change, a
     `LayoutChange`."""
 

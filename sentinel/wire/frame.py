@@ -30,6 +30,7 @@ from sentinel.errors import SentinelError, WireError
 from sentinel.messages import Ack, Bye, Descriptor, EndStep, Health, Heartbeat, LayoutChange, Vectors
 from sentinel.native import crc32
 from sentinel.record import ROW_DTYPE
+from sentinel.wire.shared_tables import decode_descriptor
 from sentinel.wire.shown_names import shown
 
 PROTOCOL = 2
@@ -331,6 +332,8 @@ def decode_message(frame: Frame) -> Message | None:
     try:
         if num_bytes > most:
             raise ValueError(f"expected at most {most} bytes, got {num_bytes}")
+        if kind == FrameType.DESCRIPTOR:
+            return decode_descriptor(frame.payload)
         return shown(decoder.decode(frame.payload))
     except RecursionError as error:
         raise WireError(f"{kind.name.lower()} frame {frame.header.seq}: containers nested too deeply") from error

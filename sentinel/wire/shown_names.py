@@ -25,6 +25,13 @@ def shown(message: _Message) -> _Message:
     return msgspec.convert(_printed(msgspec.to_builtins(message)), type(message))
 
 
+def shown_table(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+    """Return a table whose every text is printable, as `shown` does."""
+    if all(map(_has_printable_names, tensors)):
+        return tensors
+    return msgspec.convert(_printed(msgspec.to_builtins(tensors)), tuple[TensorInfo, ...])
+
+
 def _is_printable(message: msgspec.Struct) -> bool:
     if isinstance(message, EndStep):
         return all(map(str.isprintable, message.scalars)) and all(
