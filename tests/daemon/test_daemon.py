@@ -59,7 +59,7 @@ def daemon(
             yield one
         finally:
             one.stop()
-            thread.join(20)
+            thread.join(200)
     assert not thread.is_alive()
 
 

@@ -238,7 +238,7 @@ def test_a_slow_spool_neither_holds_up_judging_nor_other_answers(
 
     def slow(*args: Any, **options: Any) -> Iterator[tuple[ClosedStep, Any]]:
         reading.set()
-        assert go_on.wait(30)
+        assert go_on.wait(240)
         yield from real(*args, **options)
 
     monkeypatch.setattr(series_api, "recorded_views", slow)
@@ -249,7 +249,7 @@ def test_a_slow_spool_neither_holds_up_judging_nor_other_answers(
     thread = threading.Thread(target=lambda: answers.append(commands.answer([run], old)))
     thread.start()
     try:
-        assert reading.wait(30)
+        assert reading.wait(240)
         source.write(3)
         catch_up(run)
         assert run.status.metrics().judged_step == 5, "steps are judged meanwhile"

@@ -71,7 +71,7 @@ class Shipper:
         wait_for(lambda: self._task is not None)
         assert self._task is not None
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(20)
+        self._thread.join(200)
 
     def pause(self) -> Callable[[], None]:
         """Have it do nothing, beats neither, until what this returns is called: SIGSTOP and SIGCONT."""

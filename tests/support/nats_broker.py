@@ -47,7 +47,7 @@ class NatsBroker:
         """End it."""
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(20)
+            self._process.wait(240)
             self._process = None
 
     def lose_messages(self) -> int:

@@ -42,7 +42,7 @@ def get(url: str, data: bytes | None = None) -> bytes:
     """Return what a server answers, past any proxy. data: of a POST."""
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=5) as answer:
+    with opener.open(request, timeout=30) as answer:
         return bytes(answer.read())
 
 

@@ -56,7 +56,7 @@ def launched(folder: Path) -> Iterator[Launcher]:
     one = Launcher(folder)
     yield one
     one.process.stdin.close()  # type: ignore[union-attr]
-    one.process.wait(20)
+    one.process.wait(240)
 
 
 def truth_of(ranks: list[dict[str, Any]], step: int) -> dict[str, list[float]]:

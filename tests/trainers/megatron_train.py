@@ -354,7 +354,7 @@ def run(job: Job) -> list[dict[str, Any]]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600
     left = set(children)
     while left and time.monotonic() < limit:
         for pid in list(left):
@@ -368,7 +368,7 @@ def run(job: Job) -> list[dict[str, Any]]:
         os.waitpid(pid, 0)
     problems = [path.read_text() for path in sorted(Path(job.folder).glob("error-*.txt"))]
     if problems or left:
-        raise RuntimeError("\n".join(problems) or "not over after 120 s")
+        raise RuntimeError("\n".join(problems) or "not over after 600 s")
     return [json.loads((Path(job.folder) / f"result-{rank}.json").read_text()) for rank in range(job.world)]
 
 

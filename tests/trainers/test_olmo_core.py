@@ -382,7 +382,7 @@ def ranks(folder: Path, layout: str) -> list[dict[str, dict[str, Any]]]:
         )
         for rank in range(world)
     ]  # fmt: skip
-    reported = [process.communicate(timeout=200)[1] for process in processes]
+    reported = [process.communicate(timeout=600)[1] for process in processes]
     assert all(process.returncode == 0 for process in processes), reported[0][-3000:]
     return [
         {name: json.loads((folder / name / f"result-{rank}.json").read_text()) for name in ("plain", "watched")}

@@ -38,7 +38,7 @@ def test_building_it_again_makes_the_same_bytes(tmp_path: Path) -> None:
     if fetched.returncode:
         pytest.skip(f"npm ci cannot fetch what builds the page: {fetched.stderr[-300:]}")
 
-    subprocess.run(["node", "build.mjs", str(tmp_path / "built")], cwd=tmp_path / "web", check=True, timeout=60)
+    subprocess.run(["node", "build.mjs", str(tmp_path / "built")], cwd=tmp_path / "web", check=True, timeout=300)
 
     built = {one.name: one.read_bytes() for one in (tmp_path / "built").iterdir()}
     assert built == {one.name: one.read_bytes() for one in FOLDER.iterdir()}

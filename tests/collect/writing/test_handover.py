@@ -340,7 +340,7 @@ def test_a_stalled_disk_stalls_nobody_else(tmp_path: Path, monkeypatch: pytest.M
 
     def stall(fd: int, buffers: list[bytes]) -> int:
         stalled.set()
-        go_on.wait(30)
+        go_on.wait(240)
         return writev(fd, buffers)
 
     monkeypatch.setattr(spool.os, "writev", stall)
@@ -351,7 +351,7 @@ def test_a_stalled_disk_stalls_nobody_else(tmp_path: Path, monkeypatch: pytest.M
         return StepBatch(step=0, rows=np.zeros(10, ROW_DTYPE), num_rows=10, end_step=end)
 
     handover.submit(step())
-    assert stalled.wait(30)
+    assert stalled.wait(240)
 
     begun = time.perf_counter()
     for _ in range(1000):
