@@ -42,6 +42,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_no_server_and_one_that_is_too_old_are_said(
     server: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_directory_that_cannot_be_made_or_is_in_use_is_said(
     lock.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_at_once_is_said_in_its_own_words(
     server: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_server_that_ends_at_once_is_said_in_its_own_words(
     assert users == dict.fromkeys(["ca.pem", "join", "status", "node-1", "node-2"], 0o600)
 
 
+@pytest.mark.slow
 def test_what_ends_is_started_again_later_and_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_processes, "FIRST_PAUSE_S", 0.01)
     said: list[str] = []
@@ -107,6 +110,7 @@ def test_what_ends_is_started_again_later_and_later(tmp_path: Path, monkeypatch:
     assert (tmp_path / "log").read_text() == "oh\n" * 3
 
 
+@pytest.mark.slow
 def test_all_are_ended_in_order_and_once_more_ends_them_at_once(tmp_path: Path) -> None:
     fleet = FleetProcesses(tmp_path, 2, broker_port=0, join_arguments=[], say=lambda words: None)
     script = f"trap 'echo $0 >> {tmp_path}/ended; exit' TERM; echo $0 > {tmp_path}/up-$0; while :; do sleep 0.01; done"

@@ -56,6 +56,7 @@ def test_one_is_written_at_a_time(run: ServedRun, monkeypatch: pytest.MonkeyPatc
         queries.report(run, None)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_or_ends_without_a_file_is_said(run: ServedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     queries = ReportQueries()
     monkeypatch.setattr(report_process, "_CODE", "import sys; print('no room\\x1b[2J', file=sys.stderr); sys.exit(3)")

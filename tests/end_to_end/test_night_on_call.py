@@ -231,7 +231,7 @@ def test_each_receiver_is_told_what_it_has_to_know_once_and_nothing_else(tmp_pat
         active.end(signal.SIGKILL)
         standby.wait_until_ready()
 
-        # 02:00: the loss of gamma jumps for two seconds. A daemon that is behind would see it come and go at once, and say so.
+        # 02:00: the loss of gamma jumps for two seconds. Who is behind would see it come and go at once, and say so.
         judged = re.compile(r'sentinel_judged_step\{[^}]*run="gamma"[^}]*\} (\S+)')
         wait_for(lambda: float(judged.findall(standby.get("/metrics")[1])[0]) >= gamma.source.step - 5, "one that keeps up")
         jump = gamma.plant(lambda step: LossJump(step=step, factor=6.0, for_steps=18))

@@ -35,6 +35,8 @@ from .test_found_rows import commit
 from .test_vector_rows import LAYOUT, histogram
 from .test_writer import writing
 
+pytestmark = pytest.mark.slow
+
 KEPT = HistoryConfig(enabled=True, flush_s=0.05, full_steps=100, around_steps=3)
 NAME = "layers.0.weight"
 VIEWS = (

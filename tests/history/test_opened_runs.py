@@ -34,6 +34,8 @@ from ..support.waiting import wait_for
 from .test_found_rows import commit
 from .test_writer import QUICK, writing
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = FlatLayout(2)
 NAME = "layers.0.weight"
 THINNED = HistoryConfig(enabled=True, flush_s=0.05, full_steps=250, around_steps=3)

@@ -25,6 +25,8 @@ from sentinel.testing import BlowUp, LossJump, Nan
 
 from ..support.serving import judge_run, small_run
 
+pytestmark = pytest.mark.slow
+
 STEPS, JUMP, BLOWN, BAD = 100, 50, 70, 90
 PACK = load_pack()
 
