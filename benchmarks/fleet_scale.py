@@ -6,8 +6,9 @@ Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor 
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
 join checks, copies, merges, judges and commits. Each in a process of its own: processor time and memory are its own.
 
-The first steps of a run are dearer, for layouts are built of the descriptors, and are printed apart. The last lines say what
-a step costs the join for each node, and at how many nodes a core is full where a step is made every `--step-s` seconds.
+The first steps of a run are dearer, for descriptors travel and layouts are built of them, and are printed apart (`warm s`).
+The last line says what a step costs the join for each node, and at how many nodes a core is full where a step is made every
+`--step-s` seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Fleet:
         self.now = 100.0
         self.node_s = 0.0
         self.said: list[tuple[float, bool, bytes]] = []
-        """(when, is it a beat, the message)"""
+        """(when, is it a beat, the message); behind the first steps one that is empty"""
         self.num_bytes = 0
         """Published, beats left out."""
         self._nodes = [
@@ -126,10 +127,22 @@ def join(said: Path, joined: Path) -> dict[str, Any]:
     packs = RulePacks(())
     packs.load()
     began = time.process_time()
+    run: ServedRun | None = None
+    judged: list[float] = []
     for at, is_beat, data in _read(said):
         if at != now[0]:
             copies.release()
             now[0] = at
+        if not data:
+            run = ServedRun(
+                RunPaths.of(joined / "run"), DaemonConfig(), packs, on_the_way=lambda: copies.on_the_way("run"),
+                rows_from=copies.rows_of("run"), advanced=lambda: judged.append(time.process_time()),
+            )  # fmt: skip
+            while run.turn(time.time()):
+                pass
+            warm_s, began = time.process_time() - began, time.process_time()
+            judged.clear()
+            continue
         if is_beat:
             copies.take_beat(unseal(data, Beat), is_drained=True)
             continue
@@ -143,22 +156,22 @@ def join(said: Path, joined: Path) -> dict[str, Any]:
             copies.take_rows(found)
     copies.release()
     intake_s = time.process_time() - began
-    judged: list[float] = []
-    run = ServedRun(
-        RunPaths.of(joined / "run"), DaemonConfig(), packs, on_the_way=lambda: copies.on_the_way("run"),
-        rows_from=copies.rows_of("run"), advanced=lambda: judged.append(time.process_time()),
-    )  # fmt: skip
     began = time.process_time()
+    assert run is not None
     while run.turn(time.time()):
         pass
     run.close()
     rows = copies.rows_of("run")
     gaps = np.diff([began, *judged])
     return {
-        "intake_s": intake_s, "warm_s": float(gaps[:WARM_STEPS].sum()), "judged_s": float(gaps[WARM_STEPS:].sum()),
-        "num_judged": len(judged), "longest_s": float(gaps[WARM_STEPS:].max()), "num_digested": rows.num_steps,
+        "intake_s": intake_s, "warm_s": warm_s, "judged_s": float(gaps.sum()),
+        "num_judged": len(judged), "longest_s": float(gaps.max()), "num_digested": rows.num_steps,
         "num_fetched": rows.num_fetched, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }  # fmt: skip
+
+
+def _spooled(run: SyntheticRun) -> int:
+    return sum(path.stat().st_size for path in run.directory.rglob("*.spool"))
 
 
 def measured(num_nodes: int, steps: int, layers: int) -> tuple[float, dict[str, float]]:
@@ -167,12 +180,17 @@ def measured(num_nodes: int, steps: int, layers: int) -> tuple[float, dict[str, 
         where = Path(name)
         run, names = written(where, num_nodes, layers)
         fleet = Fleet(where, names)
+        run.write(WARM_STEPS)
+        fleet.ship()
+        fleet.said.append((fleet.now, False, b""))
+        before = _spooled(run)
+        fleet.node_s = fleet.num_bytes = 0
         run.write(steps)
         fleet.ship()
         with (where / "said").open("wb") as file:
             for message in fleet.said:
                 pickle.dump(message, file)
-        spooled = sum(path.stat().st_size for path in run.directory.rglob("*.spool"))
+        spooled = _spooled(run) - before
         done = subprocess.run(
             [sys.executable, __file__, "--join", str(where / "said"), str(where / "joined")],
             stdout=subprocess.PIPE, check=True,
@@ -181,7 +199,7 @@ def measured(num_nodes: int, steps: int, layers: int) -> tuple[float, dict[str, 
         found = pickle.loads(done.stdout)
     ranks = num_nodes * RANKS_PER_NODE
     rows = run.rows_per_step
-    steady = found["num_judged"] - WARM_STEPS
+    steady = found["num_judged"]
     step_s = found["judged_s"] / steady + found["intake_s"] / steps
     print(
         f"{num_nodes:6}{ranks:8}{rows:10}{fleet.num_bytes / spooled:8.3f}{1e6 * fleet.node_s / (rows * steps):10.2f}"

@@ -115,16 +115,14 @@ class RunFollower:
         for folder in self._readers:
             if folder not in order.behind and folder not in ahead:
                 num_bytes += self._read(folder, final=final, is_whole=folder not in on_the_way)
-        while True:
-            records = order.due()
-            if not order.behind or (records and num_bytes >= POLL_BYTES):
-                break
+        records: list[SpoolRecord] = []
+        while order.behind and not (num_bytes >= POLL_BYTES and (records := order.due())):
             folder = order.furthest_behind()
             before = self._readers[folder].position
             num_bytes += self._read(folder, final=final, is_whole=folder not in on_the_way)
             if self._readers[folder].position == before:
                 break  # unreadable just now
-            order.put_back(records)
+        records = records or order.due()
         newest = [self._screening.newest_of(folder) for folder in order.behind | ahead]
         self.behind = {incarnation.id for incarnation in newest if incarnation is not None}
         self.behind |= {record.incarnation.id for record in order.waiting}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable, Sequence
 
 from sentinel.ingest.incarnation import SpoolRecord
@@ -17,6 +18,8 @@ class TimeOrder:
         self._wall_ns: dict[str, int] = {}
         """Folder -> the newest wall clock that was read of it, nanoseconds since the epoch."""
         self._waiting: list[SpoolRecord] = []
+        self._by_time: list[tuple[int, str]] = []
+        """A heap of (newest wall clock, folder) of all that are behind, and of what was so before."""
 
     @property
     def waiting(self) -> Sequence[SpoolRecord]:
@@ -29,17 +32,19 @@ class TimeOrder:
 
     def note(self, folder: str, *, is_caught_up: bool) -> None:
         """Take note of whether a spool was read to its end."""
-        (self.behind.discard if is_caught_up else self.behind.add)(folder)
+        if is_caught_up:
+            self.behind.discard(folder)
+        elif folder not in self.behind:
+            self.behind.add(folder)
+            heapq.heappush(self._by_time, (self._wall_ns[folder], folder))
 
     def add(self, folder: str, records: Sequence[SpoolRecord]) -> None:
         """Take in what was read of a spool."""
         self._waiting += records
         if records:
             self._wall_ns[folder] = records[-1].time_ns
-
-    def put_back(self, records: Iterable[SpoolRecord]) -> None:
-        """Have records wait that were taken out."""
-        self._waiting = [*records, *self._waiting]
+            if folder in self.behind:
+                heapq.heappush(self._by_time, (self._wall_ns[folder], folder))
 
     def due(self) -> list[SpoolRecord]:
         """Take out what is not ahead of anybody who is still behind, in the order of time."""
@@ -48,14 +53,16 @@ class TimeOrder:
         if not self.behind:
             due, self._waiting = self._waiting, []
             return due
-        frontier = min(self._wall_ns[folder] for folder in self.behind)
+        frontier = self._wall_ns[self.furthest_behind()]
         at = bisect.bisect_right(self._waiting, frontier, key=_time)
         due, self._waiting = self._waiting[:at], self._waiting[at:]
         return due
 
     def furthest_behind(self) -> str:
-        """Return the folder whose newest frame is the oldest of those that are behind; ValueError: none is."""
-        return min(self.behind, key=self._wall_ns.__getitem__)
+        """Return the folder whose newest frame is the oldest of those that are behind; IndexError: none is."""
+        while (folder := self._by_time[0][1]) not in self.behind or self._by_time[0][0] != self._wall_ns[folder]:
+            heapq.heappop(self._by_time)
+        return folder
 
     def ahead(self, folders: Iterable[str]) -> set[str]:
         """Return which of these folders, none of them behind, are ahead of one that is."""

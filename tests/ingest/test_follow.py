@@ -6,8 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sentinel.ingest import follow
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.incarnation import SpoolRecord
+from sentinel.ingest.time_order import TimeOrder
 from sentinel.messages import Bye, EndStep, Health
 from sentinel.testing import SyntheticRun
 from sentinel.wire import spool
@@ -241,6 +243,25 @@ def test_whoever_is_furthest_behind_is_read_first(run_dir: Path, monkeypatch: py
     assert steps == [39, 39, 39]
     assert widest <= 2
     assert follower.behind == set()
+
+
+def test_catching_up_sorts_what_it_read_once_a_poll_however_many_ranks_there_are(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SyntheticRun(run_dir, dp=40, layers=1, d_model=8, elements=2).write(6)
+    num_sorted = [0]
+
+    class Counted(TimeOrder):
+        def due(self) -> list[SpoolRecord]:
+            num_sorted[0] += len(self.waiting)
+            return super().due()
+
+    monkeypatch.setattr(follow, "TimeOrder", Counted)
+    records = drain(RunFollower(run_dir))
+
+    assert len(spoken(records)) == 240
+    assert num_sorted[0] <= 2 * len(records), "once, and not once for each rank"
+    assert [one.time_ns for one in records] == sorted(one.time_ns for one in records)
 
 
 def test_who_has_more_on_disk_is_known_to_be_behind(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
