@@ -257,6 +257,8 @@ def test_catching_up_sorts_what_it_read_once_a_poll_however_many_ranks_there_are
             return super().due()
 
     monkeypatch.setattr(follow, "TimeOrder", Counted)
+    for name in ("WINDOW_BYTES", "MIN_WINDOW_BYTES"):
+        monkeypatch.setattr(follow, name, 4096)
     records = drain(RunFollower(run_dir))
 
     assert len(spoken(records)) == 240
