@@ -136,7 +136,7 @@ def test_story_and_report_are_told_of_anything() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_demo_that_is_ended_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
     def ours() -> list[str]:
         """The commands of all processes that were started for runs below this directory."""
