@@ -5,7 +5,8 @@
 verdict: processor time of the process that judges, a row, from the broker to the verdict: `sentinel join` of spools as they
 are (`ship`) and of digests (`node`) beside `sentinel serve` over the same frames, in turn. drain: a run that goes on while
 the broker is dead; how long a step takes to be written meanwhile, and how many times faster than real time the rest is
-judged once it is back. takeover: from `kill -9` of the join that works until the other one judges.
+judged once it is back. takeover: from `kill -9`, and from SIGSTOP, of the join that works
+until the other one judges.
 """
 
 from __future__ import annotations
@@ -182,35 +183,43 @@ def drain(where: Path, outage_s: float) -> None:
 
 
 def takeover(where: Path, rounds: int) -> None:
-    """Print how long nobody judged."""
+    """Print how long nobody judged, after a kill and after a stop."""
     run = SyntheticRun(where / "node0" / "run", layers=4, d_model=16)
     joined = where / "joined"
-    took = []
+    took: dict[str, list[float]] = {"kill -9": [], "SIGSTOP": []}
     with NatsBroker(where / "broker") as broker, shipping([where / "node0"], broker.url):
         arguments = [*SENTINEL, "join", str(joined), "--server", broker.url, "--no-http"]
         joins: list[subprocess.Popen[bytes]] = []
         try:
             joins.append(subprocess.Popen(arguments, stderr=subprocess.DEVNULL))
-            for _ in range(rounds):
+            for how in [one for one in took for _ in range(rounds)]:
                 run.write(3)
                 while progress(joined / "run")[1] < run.step - 2:
                     time.sleep(0.01)
                 joins.append(subprocess.Popen(arguments, stderr=subprocess.DEVNULL))
                 time.sleep(5.0)  # The other one stands by.
                 run.write(3)
-                joins[0].kill()
-                joins.pop(0).wait()
+                active = joins.pop(0)
+                active.send_signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
                 judged, began = progress(joined / "run")[1], time.perf_counter()
                 while progress(joined / "run")[1] <= max(judged, run.step - 3):
                     run.write(1)
                     time.sleep(0.1)
-                took.append(time.perf_counter() - began)
+                took[how].append(time.perf_counter() - began)
+                if how == "SIGSTOP":
+                    active.send_signal(signal.SIGCONT)
+                    print(
+                        f"  a join that was stopped, and goes on after its successor took over, ends with {active.wait(60)}"
+                    )
+                active.wait()
         finally:
             for one in joins:
                 one.terminate()
                 one.wait(30)
-    ordered = sorted(took)
-    print(f"takeover after kill -9, {rounds} times: median {statistics.median(ordered):.1f} s, longest {ordered[-1]:.1f} s")
+    for how, seconds in took.items():
+        print(
+            f"takeover after {how}, {rounds} times: median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
+        )
 
 
 def main() -> None:

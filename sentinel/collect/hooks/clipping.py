@@ -52,13 +52,8 @@ def _replace_all(clips: Interception[ClipWatch]) -> None:
         for module in (inner, public):
             if hasattr(module, "clip_grads_with_norm_"):
                 clips.replace(module, "clip_grads_with_norm_", wrapped)
-        # Trainers import the alias by name; those references are found by identity. torch's own modules have no more of
-        # them: to look through its 2,000 would copy every page of it in a process that was forked after the import.
-        for path, module in list(sys.modules.items()):
-            names = getattr(module, "__dict__", None)
-            if isinstance(names, dict) and not path.startswith("torch."):
-                for name in [n for n, value in list(names.items()) if value is scale]:
-                    clips.replace(module, name, wrapped)
+        # Trainers import the alias by name.
+        clips.replace_imported({scale: wrapped})
     for name, owner, method in METHODS:
         kind = getattr(sys.modules.get(name), owner, None)
         if kind is not None:

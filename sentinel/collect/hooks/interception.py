@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from sentinel.collect.hooks.weak import WeakList
@@ -78,6 +80,23 @@ class Interception(Generic[User]):
             names = getattr(module, "__dict__", None)
             if isinstance(names, dict) and names.get(name) is original:
                 self.replace(module, name, ours)
+
+    def replace_imported(self, ours_of: Mapping[Any, Any]) -> None:
+        """Put ours in the place of functions of torch in every module outside torch that has imported one.
+
+        ours_of: function of torch -> ours. They are found by identity, under whatever name. Torch's own modules have no
+        more of them, or compare them by identity; and to look through its 2,000 would copy every page of it in a process
+        that was forked after the import.
+        """
+        for path, module in list(sys.modules.items()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(names, dict) or path.partition(".")[0] == "torch":
+                continue
+            for original, ours in ours_of.items():
+                # Nearly none has it: asked without a step of the interpreter for each of its names.
+                if any(map(operator.is_, names.values(), itertools.repeat(original))):
+                    for name in [name for name, value in list(names.items()) if value is original]:
+                        self.replace(module, name, ours)
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Put `ours` in the place of an attribute of a module or class."""

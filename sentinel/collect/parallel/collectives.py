@@ -141,18 +141,10 @@ def _replace_all(calls: Interception[CallListener]) -> None:
         for name, op in functions:
             original = getattr(module, name, None)
             if original is not None:
-                _everywhere(calls, name, original, _functional(Form(op, 0, names=("self",)), original))
+                calls.replace_everywhere(name, original, _functional(Form(op, 0, names=("self",)), original))
         wait = getattr(module, "wait_tensor", None)
         if wait is not None:
-            _everywhere(calls, "wait_tensor", wait, _awaited(wait))
-
-
-def _everywhere(calls: Interception[CallListener], name: str, original: Any, ours: Any) -> None:
-    """Replace a function of torch in every module that has imported it under this name."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if isinstance(names, dict) and names.get(name) is original:
-            calls.replace(module, name, ours)
+            calls.replace_everywhere("wait_tensor", wait, _awaited(wait))
 
 
 calls: Interception[CallListener] = Interception(_replace_all)

@@ -69,18 +69,12 @@ def _replace_all(calls: Interception[Attending]) -> None:
         found.append((flex, "flex_attention", _reporting(calls, flex.flex_attention, _of_flex)))
     for _, name, ours in found:
         _let_script(name, ours)
-    by_identity = {id(getattr(owner, name)): ours for owner, name, ours in found}
+    ours_of = {getattr(owner, name): ours for owner, name, ours in found}
     for owner, name, ours in found:
         calls.replace(owner, name, ours)
     calls.replace(torch.Tensor, "softmax", _reporting_softmax(calls, torch.Tensor.softmax))
-    for label, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)
-        # Torch compares its own functions by identity: there only what is looked up at each call is replaced.
-        if isinstance(names, dict) and label.partition(".")[0] != "torch":
-            for name, value in list(names.items()):
-                ours = by_identity.get(id(value))
-                if ours is not None:
-                    calls.replace(module, name, ours)
+    # Torch compares its own functions by identity: there only what is looked up at each call is replaced.
+    calls.replace_imported(ours_of)
 
 
 calls: Interception[Attending] = _Calls(_replace_all)

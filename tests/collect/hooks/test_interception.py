@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -75,3 +77,28 @@ def test_what_somebody_else_put_on_top_stays() -> None:
         assert Owner.method is theirs
     finally:
         Owner.method = original  # type: ignore[method-assign]
+
+
+def test_who_imported_a_function_has_ours_under_whatever_name_and_the_function_again_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def function() -> str:
+        return "torch"
+
+    def ours() -> str:
+        return "ours"
+
+    modules = {path: ModuleType(path) for path in ("outsider", "torchlike", "torch.inside")}
+    for path, module in modules.items():
+        vars(module).update(function=function, another=function, other=len)
+        monkeypatch.setitem(sys.modules, path, module)
+    monkeypatch.setitem(sys.modules, "no.module", 7)  # type: ignore[arg-type]  # anything may stand there
+    interception: Interception[User] = Interception(lambda calls: calls.replace_imported({function: ours}))
+    user = User()
+    interception.join(user)
+
+    for path in ("outsider", "torchlike"):
+        assert (modules[path].function, modules[path].another, modules[path].other) == (ours, ours, len)
+    assert modules["torch.inside"].function is function
+    interception.leave(user)
+    assert all(module.function is module.another is function for module in modules.values())
