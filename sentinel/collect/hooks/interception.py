@@ -93,8 +93,9 @@ class Interception(Generic[User]):
             if not isinstance(names, dict) or path.partition(".")[0] == "torch":
                 continue
             for original, ours in ours_of.items():
-                # Nearly none has it: asked without a step of the interpreter for each of its names.
-                if any(map(operator.is_, names.values(), itertools.repeat(original))):
+                # Nearly none has it: asked without a step of the interpreter for each of its names. Of a copy: other threads
+                # import meanwhile.
+                if any(map(operator.is_, list(names.values()), itertools.repeat(original))):
                     for name in [name for name, value in list(names.items()) if value is original]:
                         self.replace(module, name, ours)
 
