@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
 import os
 import shutil
 import sys
+import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +61,47 @@ class NoProcess:
             self._is_in_test = False
 
 
+class NamedAtOnce:
+    """Writes the name of a test as it fails: where the run itself is ended, nobody would learn of it from the summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = (crash.message if crash else report.longreprtext).partition("\n")[0]
+            self._terminal.write_line(f"\nFAILED {report.nodeid} - in {report.when}, after {report.duration:.0f} s: {why}")
+
+
+class NotAgain:
+    """In a worker: a test in which another worker ended is not run again. xdist would hand it to each worker in turn."""
+
+    def __init__(self, begun: Path) -> None:
+        """begun: a folder of all workers, with a file for each test that runs."""
+        self._begun = begun
+        begun.mkdir(exist_ok=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        try:
+            self._mark(item.nodeid).touch(exist_ok=False)
+        except FileExistsError:
+            pytest.fail("the process of another worker ended in this test")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._mark(nodeid).unlink(missing_ok=True)
+
+    def pytest_sessionfinish(self) -> None:
+        with contextlib.suppress(OSError):  # The others still run theirs.
+            self._begun.rmdir()
+
+    def _mark(self, nodeid: str) -> Path:
+        return self._begun / f"{zlib.crc32(nodeid.encode()):08x}"
+
+
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """A command that a test runs here sets the level of all logs: the next test has it as it was."""
@@ -69,6 +113,15 @@ def log_level() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
         config.pluginmanager.register(NoProcess())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    begun = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()))
+    if run := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
+        plugins.register(NotAgain(begun / f"sentinel-begun-{run}"))
+    elif (terminal := plugins.get_plugin("terminalreporter")) is not None:
+        plugins.register(NamedAtOnce(terminal))
 
 
 @pytest.hookimpl(trylast=True)

@@ -26,6 +26,10 @@ PRELOADED = (
 )  # fmt: skip
 
 
+STAND_IN_S = 30.0
+"""Longest that a stand-in may take, once it is connected, to say what it stands in for: one may be killed or stopped there."""
+
+
 class Program:
     """One program, and the stand-in that waits for it."""
 
@@ -34,8 +38,14 @@ class Program:
         self.pid = self.pidfd = 0
 
     def begin(self) -> list[str] | None:
-        """Fork; returns in the child its arguments, and None here."""
-        reported, streams, _, _ = socket.recv_fds(self.stand_in, 2**20, 3)
+        """Fork; returns in the child its arguments, and None here. Raises ConnectionError where the stand-in is gone."""
+        self.stand_in.settimeout(STAND_IN_S)
+        try:
+            reported, streams, _, _ = socket.recv_fds(self.stand_in, 2**20, 3)
+        except TimeoutError:
+            raise ConnectionError("the stand-in says nothing") from None
+        if not reported:
+            raise ConnectionError("the stand-in has ended")
         arguments, environment, folder, mask, ignored, blocked = json.loads(reported)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -45,7 +55,9 @@ class Program:
         if self.pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
             self.pidfd = os.pidfd_open(self.pid)
-            self.stand_in.send(str(self.pid).encode())
+            # One that was killed meanwhile is seen by its socket, and its program is killed then.
+            with contextlib.suppress(OSError):
+                self.stand_in.send(str(self.pid).encode())
         else:
             os.setsid()
             for number, stream in enumerate(streams):
@@ -98,7 +110,11 @@ def serve(listener: socket.socket, owner: int) -> list[str]:
                 os._exit(0)
             elif key.data is None:
                 program = Program(listener.accept()[0])
-                arguments = program.begin()
+                try:
+                    arguments = program.begin()
+                except ConnectionError:
+                    program.stand_in.close()
+                    continue
                 if arguments is not None:
                     selector.close()
                     listener.close()
@@ -122,7 +138,10 @@ def serve(listener: socket.socket, owner: int) -> list[str]:
 
 def _kill(program: Program) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
+        try:
+            os.killpg(program.pid, signal.SIGKILL)
+        except ProcessLookupError:  # It has no session of its own yet.
+            os.kill(program.pid, signal.SIGKILL)
 
 
 def run(arguments: list[str]) -> None:
