@@ -27,7 +27,7 @@ PRELOADED = (
 
 
 STAND_IN_S = 30.0
-"""Longest that a stand-in may take, once it is connected, to say what it stands in for: one may be killed or stopped there."""
+"""Longest that a stand-in may take, once connected, to say what it stands in for: one may be killed or stopped there."""
 
 
 class Program:
