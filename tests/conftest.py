@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -102,6 +103,20 @@ class NotAgain:
         return self._begun / f"{zlib.crc32(nodeid.encode()):08x}"
 
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """What a test runs here handles signals no longer than it runs: processes that later tests fork off would have them."""
+    former = [signal.getsignal(number) for number in HANDLED]
+    yield
+    left = [signal.getsignal(number) for number in HANDLED]
+    for number, handler in zip(HANDLED, former, strict=True):
+        signal.signal(number, handler)
+    assert left == former
+
+
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """A command that a test runs here sets the level of all logs: the next test has it as it was."""
@@ -118,8 +133,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     plugins = session.config.pluginmanager
     begun = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()))
-    if run := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
-        plugins.register(NotAgain(begun / f"sentinel-begun-{run}"))
+    if worker := getattr(session.config, "workerinput", None):
+        plugins.register(NotAgain(begun / f"sentinel-begun-{worker['testrunuid']}"))
     elif (terminal := plugins.get_plugin("terminalreporter")) is not None:
         plugins.register(NamedAtOnce(terminal))
 

@@ -21,7 +21,7 @@ NOUNS = {
     "run_name", "join_health", "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
     "exception_words", "printable", "import_trial", "outside_calls", "rank_identity", "rank_list",
-    "outside_structs", "crc32c",
+    "outside_structs", "crc32c", "handled_signals",
 }  # fmt: skip
 STAGES = {
     "native", "collect", "wire", "ingest", "logs", "detect", "rules", "order", "incidents", "judge", "explain", "report",

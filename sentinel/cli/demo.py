@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from sentinel.cli.main import CLEAN, FOUND
 from sentinel.cli.places import run_name, runs_directory
 from sentinel.decision import Decision, decode_decision
 from sentinel.errors import ConfigError
+from sentinel.handled_signals import handled
 from sentinel.incident import Incident
 from sentinel.store.journal import Journal
 from sentinel.store.run_paths import RunPaths
@@ -66,12 +68,13 @@ def demo(directory: str | None, is_fleet: bool, keep: bool, as_json: bool) -> in
     where = runs_directory(directory) / run_name(
         f"demo-{'fleet-' if is_fleet else ''}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     )
-    # As Ctrl-C: what was started is ended with it.
-    signal.signal(signal.SIGTERM, _interrupt)
     plan = FLEET_PLAN if is_fleet else DemoPlan()
     show = progress(plan.num_steps)
-    stage = Stage(TwoNodes(where, plan, show.line) if is_fleet else OneMachine(where), plan, show)
-    try:
+    # SIGTERM as Ctrl-C: what was started is ended with it.
+    with (
+        handled([signal.SIGTERM], _interrupt),
+        contextlib.closing(Stage(TwoNodes(where, plan, show.line) if is_fleet else OneMachine(where), plan, show)) as stage,
+    ):
         stage.perform()
         scene = stage.scene(time.monotonic() - began)
         if as_json:
@@ -83,8 +86,6 @@ def demo(directory: str | None, is_fleet: bool, keep: bool, as_json: bool) -> in
             stage.print(f"the page stays at {stage.machines.url} until Ctrl-C")
             while stage.machines.pid is not None:
                 time.sleep(0.5)
-    finally:
-        stage.close()
     return CLEAN if scene.outcome.holds else FOUND
 
 

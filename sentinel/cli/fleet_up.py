@@ -14,6 +14,7 @@ import click
 from sentinel.cli.fleet_processes import LOOK_S, FleetProcesses
 from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
+from sentinel.handled_signals import handled
 
 INTERRUPTED = 130
 
@@ -59,16 +60,15 @@ def up(
         nonlocal num_signals
         num_signals += 1
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    fleet.start(lambda: num_signals > 0)
-    if not num_signals:
-        click.echo(json.dumps(_places(fleet)) if as_json else "\n".join(_lines(fleet, are_reads_open)))
-    while not num_signals:
-        fleet.watch()
-        time.sleep(LOOK_S)
-    to_stderr("ending: shippers, then the join, then the broker; once more ends all at once")
-    is_complete = fleet.finish(lambda: num_signals > 1)
+    with handled((signal.SIGTERM, signal.SIGINT), stop):
+        fleet.start(lambda: num_signals > 0)
+        if not num_signals:
+            click.echo(json.dumps(_places(fleet)) if as_json else "\n".join(_lines(fleet, are_reads_open)))
+        while not num_signals:
+            fleet.watch()
+            time.sleep(LOOK_S)
+        to_stderr("ending: shippers, then the join, then the broker; once more ends all at once")
+        is_complete = fleet.finish(lambda: num_signals > 1)
     return INTERRUPTED if num_signals > 1 else CLEAN if is_complete else FOUND
 
 

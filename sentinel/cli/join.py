@@ -66,6 +66,7 @@ def join(
 
     from sentinel.daemon.config import placed, read_config
     from sentinel.daemon.daemon import Daemon, ServeOptions
+    from sentinel.daemon.run_turns import WaitingTurns
     from sentinel.fleet.broker import nats_client
     from sentinel.fleet.copied_runs import CopiedRuns
     from sentinel.fleet.join_intake import JoinIntake
@@ -83,7 +84,8 @@ def join(
     read = functools.partial(read_config, config_file, None, None)
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"
-    copies = CopiedRuns(where, name, on_problem=warn)
+    turns = WaitingTurns()
+    copies = CopiedRuns(where, name, on_problem=warn, wait=turns.wait)
     if not takeover_s >= 1.0:
         raise ConfigError(f"--takeover-s: expected 1 at least, got {takeover_s:g}")
     lease = JoinLease(
@@ -94,7 +96,7 @@ def join(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
         drain_s=drain_s, on_the_way=copies.on_the_way, rows_from=copies.rows_of, standby_of=lambda: intake.standby_of,
-        join_health=intake.health, epoch=lambda: intake.epoch,
+        join_health=intake.health, epoch=lambda: intake.epoch, turns=turns,
     )  # fmt: skip
     try:
         daemon = Daemon(options, os.environ, sys.stderr)

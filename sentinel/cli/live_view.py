@@ -18,6 +18,7 @@ from sentinel.cli.places import find_run, newest_run, runs_directory
 from sentinel.cli.run_observer import RunObserver
 from sentinel.cli.run_picture import ENDED, WAITING, RunPicture
 from sentinel.errors import ConfigError
+from sentinel.handled_signals import handled
 from sentinel.store.run_paths import is_run
 
 LEAST_S, MOST_S = 0.1, 3600.0
@@ -149,9 +150,5 @@ def stopped_in_order() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    former = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), stop):
         yield
-    finally:
-        for one, handler in former.items():
-            signal.signal(one, handler)

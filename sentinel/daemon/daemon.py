@@ -24,6 +24,7 @@ from sentinel.daemon.notifying import Notifying
 from sentinel.daemon.outside_packages import OutsidePackages
 from sentinel.daemon.page_address import PageAddress
 from sentinel.daemon.run_notes import RunNotes
+from sentinel.daemon.run_turns import PlainTurns, RunTurns
 from sentinel.daemon.served_api import ServedApi
 from sentinel.daemon.served_runs import ServedRuns, take_from_others
 from sentinel.daemon.serving import ServedRun
@@ -49,6 +50,8 @@ FLOWING_S = 2.0
 """Data flows until nothing came for so long."""
 SLOW_POLL_S = 0.1
 """Longest pause between two looks: a third of what an alert may take."""
+WAITING_POLL_S = 0.02
+"""The same where a run waits for rows of another machine: a step that needs any asks for them in one round."""
 DISCOVER_S = 0.5
 RELOAD_CHECK_S = 1.0
 ORPHAN_QUIET_S = 60.0
@@ -85,6 +88,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Returns how the join is whose daemon this is, for any thread; None: it is no join's."""
     epoch: Callable[[], int] = lambda: 0
     """Returns the epoch of the lease under which runs are served; 0: under none."""
+    turns: RunTurns = PlainTurns()
+    """How runs take turns."""
     is_dry_run: bool = False
     """Nothing is sent: the log says what would be."""
 
@@ -117,7 +122,8 @@ class Daemon:
         self._requests = LoopRequests()
         self._meters = DaemonMeters()
         self._runs = ServedRuns(
-            options.directory, options.state_dir, is_owned=options.is_owned, joined=self._take_in, left=self._let_go,
+            options.directory, options.state_dir, options.turns, is_owned=options.is_owned, joined=self._take_in,
+            left=self._let_go,
             serve=lambda paths: ServedRun(
                 paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
                 options.rows_from(paths.name), options.epoch(), self._advanced,
@@ -199,7 +205,7 @@ class Daemon:
                 continue
             # Ten times the cost of a look that found nothing: thousands of ranks must not cost a core.
             pause = max(FAST_POLL_S, 10.0 * (now - begun)) if now - flowed < FLOWING_S else pause * 1.5
-            self._requests.pause(min(pause, SLOW_POLL_S))
+            self._requests.pause(min(pause, WAITING_POLL_S if self._runs.are_waiting else SLOW_POLL_S))
 
     def _advanced(self) -> None:
         """Say that the loop goes on: it came round, or judged a step, of which a turn may have many."""
@@ -207,7 +213,7 @@ class Daemon:
         self._systemd.alive()
 
     def _turn(self) -> bool:
-        return not self._options.standby_of() and any(has_moved for _, has_moved in self._runs.each(self._judge))
+        return not self._options.standby_of() and self._runs.turn(self._judge)
 
     def _judge(self, run: ServedRun) -> bool:
         """Judge what came of a run; return whether anything did."""
@@ -301,8 +307,11 @@ class Daemon:
         self._discover(time.time())
         self.api.state.is_stopping = True
         deadline = time.monotonic() + self._options.drain_s
-        while self._turn() and time.monotonic() < deadline:
-            pass
+        while (has_moved := self._turn()) or self._runs.are_waiting:
+            if time.monotonic() >= deadline:
+                break
+            if not has_moved:
+                time.sleep(FAST_POLL_S)
         if self._options.standby_of():
             return True  # what is left is for whoever that is
         for run, is_done in self._runs.each(lambda run: run.finish(time.time(), is_over=is_owned, deadline=deadline)):

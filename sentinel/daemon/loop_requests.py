@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from sentinel.handled_signals import handled
+
 
 class LoopRequests:
     """Any thread may ask, and so may handlers of signals, which interrupt the loop anywhere; the loop alone pauses."""
@@ -44,14 +46,11 @@ class LoopRequests:
     @contextlib.contextmanager
     def by_signals(self) -> Iterator[None]:
         """Take SIGHUP for a reload, and SIGTERM and SIGINT for a stop, as long as this lasts. In the main thread alone."""
-        former = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        # `sentinel run` starts us with SIGTERM held back.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, former.keys())
-        try:
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with handled(numbers, self._take):
+            # `sentinel run` starts us with SIGTERM held back.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
             yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

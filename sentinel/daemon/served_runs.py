@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from sentinel.daemon.run_turns import RunTurns
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import SentinelError
 from sentinel.incident import Incident
@@ -33,6 +34,7 @@ class ServedRuns:
         self,
         directory: Path,
         state_dir: Path | None,
+        turns: RunTurns,
         *,
         is_owned: bool,
         serve: Callable[[RunPaths], ServedRun],
@@ -47,7 +49,7 @@ class ServedRuns:
         self.held: dict[str, str] = {}
         """Run -> the process that serves it, which this daemon stands by for."""
         self.is_single = is_run(directory)
-        self._directory, self._state_dir, self._is_owned = directory, state_dir, is_owned
+        self._directory, self._state_dir, self._turns, self._is_owned = directory, state_dir, turns, is_owned
         self._serve, self._joined, self._left = serve, joined, left
         self._runs: dict[str, ServedRun] = {}
         self._retry_at: dict[str, float] = {}
@@ -71,12 +73,30 @@ class ServedRuns:
         run = self._runs.get(name)
         return run.journal.values if run is not None else None
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether runs are in the middle of a turn, and wait for rows of another machine."""
+        return self._turns.are_waiting
+
+    def turn(self, act: Callable[[ServedRun], bool]) -> bool:
+        """Have each run take its turn; return whether any moved. One that raises, whatever it is, is let go of."""
+        answers = self._each(lambda name, run: self._turns.take(name, lambda: act(run)))
+        return any(has_moved for _, has_moved in answers)
+
     def each(self, act: Callable[[ServedRun], T]) -> list[tuple[ServedRun, T]]:
-        """Return what each run answers; one that raises, whatever it is, is let go of."""
+        """Return what each run answers, whose turn is at its end then; one that raises, whatever it is, is let go of."""
+
+        def answer(name: str, run: ServedRun) -> T:
+            self._turns.finish(name)
+            return act(run)
+
+        return self._each(answer)
+
+    def _each(self, act: Callable[[str, ServedRun], T]) -> list[tuple[ServedRun, T]]:
         answers = []
         for name, run in list(self._runs.items()):
             try:
-                answers.append((run, act(run)))
+                answers.append((run, act(name, run)))
             except Exception as error:  # Whatever is wrong with one run, the others are judged on.
                 self._drop(name, _why(run.paths.run_dir, error), run)
         return answers
@@ -110,7 +130,8 @@ class ServedRuns:
 
     def close(self) -> None:
         """Close every run, each as far as it is judged."""
-        for run in self._runs.values():
+        for name, run in self._runs.items():
+            self._turns.abandon(name)
             run.close()
 
     def _found(self) -> list[Path]:
@@ -142,6 +163,7 @@ class ServedRuns:
         self.held[name] = who
 
     def _drop(self, name: str, problem: str, run: ServedRun) -> None:
+        self._turns.abandon(name)
         del self._runs[name]
         self._left(run)
         run.close()

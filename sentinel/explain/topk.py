@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.errors import ConfigError
+from sentinel.errors import ConfigError, SentinelError
 from sentinel.explain.anomaly_files import Damage, FileRange, anomaly_files, ranges_of
 from sentinel.explain.msprobe_records import from_msprobe, msprobe_key
 from sentinel.explain.selection import MSPROBE_LINE, RECORD, Candidate, Findings, Selection
@@ -198,7 +198,11 @@ def _read_all(ranges: list[FileRange], wanted: Selection, processes: int | None)
         helpers.append((process, receiving))
     work(findings)
     for process, receiving in helpers:
-        packed = receiving.recv()
+        try:
+            packed = receiving.recv()
+        except EOFError as error:
+            process.join()
+            raise SentinelError(f"a process that read anomalies ended, exit code {process.exitcode}") from error
         process.join()
         if isinstance(packed, Exception):
             raise packed

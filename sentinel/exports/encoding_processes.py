@@ -104,8 +104,8 @@ class _Worker:
     def stop(self) -> None:
         """End the process."""
         # It holds nothing that would have to be put in order. Waiting for it to see the closed pipe would not do: the
-        # processes started after it have the pipe open too.
-        self._process.terminate()
+        # processes started after it have the pipe open too. Nor would SIGTERM: it has the handlers of whoever exports.
+        self._process.kill()
         self._process.join()
         self._pipe.close()
 

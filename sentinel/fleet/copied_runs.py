@@ -47,14 +47,15 @@ class CopiedRuns:
         begin_s: float = BEGIN_S,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`.
 
-        on_problem: told of each thing that is refused, once."""
+        on_problem: told of each thing that is refused, once. wait: as of `FetchedRows`."""
         self.directory, self.join = directory, join
         self.tally = IntakeTally(clock, on_problem)
         self.counts = self.tally.counts
-        self._clock = clock
+        self._clock, self._wait = clock, wait
         self._runs: dict[str, RunCopies] = {}
         self._rows: dict[str, FetchedRows] = {}
         self._begun, self._begin_s = clock(), begin_s
@@ -175,7 +176,7 @@ class CopiedRuns:
         if found is None:
             found = self._rows[run] = FetchedRows(
                 self.directory / run, owner=functools.partial(self._owner, run),
-                is_heard=functools.partial(self._is_heard, run),
+                is_heard=functools.partial(self._is_heard, run), wait=self._wait,
             )  # fmt: skip
         return found
 

@@ -44,8 +44,18 @@ class _Begun:
 class FetchedRows:
     """A `RowSource`, for the thread that judges; the thread of the join brings what nodes send."""
 
-    def __init__(self, run_dir: Path, *, owner: Callable[[str], str], is_heard: Callable[[str], bool]) -> None:
-        """owner: folder of a spool -> the node that it comes from, empty: none. is_heard: whether a node speaks."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        owner: Callable[[str], str],
+        is_heard: Callable[[str], bool],
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """owner: folder of a spool -> the node that it comes from, empty: none. is_heard: whether a node speaks.
+
+        wait: lets seconds pass in the thread that judges, which may do something else meanwhile.
+        """
         self.num_steps = 0
         """Steps of which digests were handed out."""
         self.num_fetched = 0
@@ -54,7 +64,7 @@ class FetchedRows:
         """Frames that could not be had any more: their rows are not judged."""
         self.why_ended = ""
         """Why nothing is fetched any more; empty: it is."""
-        self._spool_dir, self._owner, self._is_heard = run_dir / "spool", owner, is_heard
+        self._spool_dir, self._owner, self._is_heard, self._wait = run_dir / "spool", owner, is_heard, wait
         self._book = DigestBook()
         self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
         self._wanted: dict[AwayFrame, bool] = {}
@@ -87,7 +97,7 @@ class FetchedRows:
             while missing:
                 if self.why_ended:
                     raise StoreError(f"{self._spool_dir.parent}: rows of nodes are not to be had: {self.why_ended}")
-                time.sleep(LOOK_S)
+                self._wait(LOOK_S)
                 with self._lock:
                     gone = {one for one in missing if self._wanted.get(one, False)}
                 gone |= {one for one in missing if not self._is_heard(self._owner(one.folder))}

@@ -6,6 +6,8 @@ import csv
 import errno
 import json
 import math
+import multiprocessing
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from sentinel.cli.main import run_cli
 from sentinel.exports import targets, tensorboard
 from sentinel.exports.msprobe_csv import spots_of
 from sentinel.exports.msprobe_format import squashed, tag_of
+from sentinel.handled_signals import handled
 from sentinel.messages import TensorInfo
 from sentinel.moments import Moments
 from sentinel.record import STATISTICS
@@ -656,3 +659,12 @@ def test_exports_load_neither_torch_nor_what_they_do_not_need() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
 
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_processes_end_whatever_this_one_does_about_sigterm(tmp_path: Path) -> None:
+    small_run(tmp_path / "run").write(4)
+
+    with handled([signal.SIGTERM], lambda number, frame: None):
+        export(tmp_path / "run", "jsonl", tmp_path / "out", "--jobs", "2")
+
+    assert not multiprocessing.active_children()

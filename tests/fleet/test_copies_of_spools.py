@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ class Fleet:
 
     def __init__(self, where: Path, *nodes: str) -> None:
         self.now = 100.0
+        self.wait: Callable[[float], None] = time.sleep
         self.problems: list[str] = []
         self.joined = where / "joined"
         self.nodes = {}
@@ -42,7 +44,9 @@ class Fleet:
 
     def restarted(self, name: str = "j1") -> CopiedRuns:
         self.joined.mkdir(exist_ok=True)
-        self.copies = CopiedRuns(self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append)
+        self.copies = CopiedRuns(
+            self.joined, name, begin_s=0.0, clock=lambda: self.now, on_problem=self.problems.append, wait=self.wait
+        )
         return self.copies
 
     def talk(self, *, is_drained: bool = True) -> None:

@@ -1,0 +1,89 @@
+"""A run whose node sends no rows holds up itself and no other run of the join."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sentinel.daemon.daemon import Daemon, ServeOptions
+from sentinel.daemon.run_turns import WaitingTurns
+from sentinel.errors import StoreError
+from sentinel.fleet import fetched_rows
+from sentinel.testing import SyntheticRun
+
+from ..support.fleet_parts import CONFIG
+from ..support.results import decisions, result_bytes
+from ..support.serving import judge_run, small_run
+from ..support.waiting import wait_for
+from .test_fetched_rows import ThinFleet
+
+pytestmark = pytest.mark.slow
+
+
+class TwoRuns:
+    """The daemon of a join that serves `run`, whose rows are away, and `unaffected`, all of which is there."""
+
+    def __init__(self, where: Path, turns: WaitingTurns) -> None:
+        self.fleet = ThinFleet(where)
+        self.fleet.wait = turns.wait
+        self.fleet.restarted()
+        self.other: SyntheticRun = small_run(self.fleet.joined / "unaffected")
+        self.options = ServeOptions(
+            directory=self.fleet.joined, http=None, config=CONFIG, on_the_way=self.fleet.copies.on_the_way,
+            rows_from=self.fleet.copies.rows_of, turns=turns, drain_s=30.0,
+        )  # fmt: skip
+        self.sends_rows = self.is_over = False
+
+    def speak(self) -> None:
+        """Be the node until it is over."""
+        while not self.is_over:
+            (self.fleet.turn if self.sends_rows else self.fleet.talk)()
+            time.sleep(0.01)
+
+    def num_judged(self, run: str) -> int:
+        try:
+            return len(decisions(self.fleet.joined / run))
+        except StoreError:  # The journal is only being made.
+            return 0
+
+    def other_goes_on(self) -> None:
+        """Have the other run write some steps; fails where they are not judged."""
+        self.other.write(4)
+        wait_for(lambda: self.num_judged("unaffected") == self.other.step)
+
+
+def test_one_run_waits_for_rows_and_the_other_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetched_rows, "STALLED_S", 600.0)
+    turns = WaitingTurns()
+    both = TwoRuns(tmp_path, turns)
+    daemon = Daemon(both.options, os.environ, sys.stderr)
+
+    def story() -> None:
+        try:
+            wait_for(lambda: both.fleet.copies.rows_of("run").num_fetched)
+            for _ in range(3):
+                both.other_goes_on()
+            assert both.num_judged("run") <= 1 and turns.are_waiting
+            both.sends_rows = True
+            wait_for(lambda: both.num_judged("run") == both.fleet.run.step)
+        finally:
+            daemon.stop()
+            both.is_over = True
+            both.fleet.copies.end("the test is over")
+
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(both.speak), threads.submit(story)]
+        assert daemon.run() == 0
+        assert [one.result() for one in done] == [None, None]
+
+    for run in (both.fleet.run, both.other):
+        alone, joined = tmp_path / "alone" / run.directory.name, both.fleet.joined / run.directory.name
+        shutil.copytree(run.directory / "spool", alone / "spool", ignore=shutil.ignore_patterns("ack"))
+        judge_run(alone)
+        assert result_bytes(alone) == result_bytes(joined) and decisions(alone) == decisions(joined)
