@@ -126,7 +126,7 @@ class Daemon:
             left=self._let_go,
             serve=lambda paths: ServedRun(
                 paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
-                options.rows_from(paths.name), options.epoch(), self._advanced,
+                options.rows_from(paths.name), options.epoch(), self._judged_one,
             ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
@@ -208,9 +208,14 @@ class Daemon:
             self._requests.pause(min(pause, WAITING_POLL_S if self._runs.are_waiting else SLOW_POLL_S))
 
     def _advanced(self) -> None:
-        """Say that the loop goes on: it came round, or judged a step, of which a turn may have many."""
+        """Say that the loop goes on: it came round, or a step was judged, of which a turn may have many."""
         self.api.state.alive()
         self._systemd.alive()
+
+    def _judged_one(self) -> None:
+        """Called by a run behind each step that it judged."""
+        self._advanced()
+        self._options.turns.give_way()
 
     def _turn(self) -> bool:
         return not self._options.standby_of() and self._runs.turn(self._judge)

@@ -1,4 +1,4 @@
-"""How the runs of a daemon take turns: to the end of each, or with the others going on while one waits for rows."""
+"""How the runs of a daemon take turns: to the end of each, or with the others going on while one waits or has much to do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sentinel.errors import ConfigError
+
+SLICE_S = 0.1
+"""A turn that has taken so long lets the others go on: as long as the longest pause of the loop that takes them."""
 
 
 class RunTurns(Protocol):
@@ -17,7 +20,12 @@ class RunTurns(Protocol):
         """Whether turns were begun that are not at their end."""
 
     def take(self, run: str, turn: Callable[[], bool]) -> bool:
-        """Have a run take its turn, or go on with the one that waits; return its answer, False where it waits (again)."""
+        """Have a run take its turn, or go on with the one that is left; return its answer. Where it waits (again) that is
+        False, and True where it gave way.
+        """
+
+    def give_way(self) -> None:
+        """Have the others go on where this turn has had its share. Called in a turn, between two of its steps."""
 
     def finish(self, run: str) -> None:
         """Go on with the turn of a run that waits until it is at its end, whatever the others wait for then."""
@@ -27,13 +35,16 @@ class RunTurns(Protocol):
 
 
 class PlainTurns:
-    """No turn waits for anything but its own disk."""
+    """Each turn is taken to its end: it waits for nothing but its own disk."""
 
     are_waiting = False
 
     def take(self, run: str, turn: Callable[[], bool]) -> bool:
         """Take a turn to its end."""
         return turn()
+
+    def give_way(self) -> None:
+        """Nobody is given way to."""
 
     def finish(self, run: str) -> None:
         """Nothing waits."""
@@ -43,7 +54,7 @@ class PlainTurns:
 
 
 class WaitingTurns:
-    """A turn that waits is left, and gone on with when it is due: a run whose node sends no rows holds up itself alone.
+    """A turn that waits, or has had its share, is left and gone on with when it is due: no run holds up the others.
 
     All is one thread, in which each turn has a stack of its own (a greenlet): no two turns touch anything at once.
     """
@@ -57,6 +68,8 @@ class WaitingTurns:
         self._greenlets = greenlet
         self._waiting: dict[str, tuple[greenlet.greenlet, float]] = {}
         """Run -> (its turn, when it is due on the monotonic clock)."""
+        self._begun = 0.0
+        """When the turn that is being taken was begun, or gone on with."""
 
     @property
     def are_waiting(self) -> bool:
@@ -71,17 +84,25 @@ class WaitingTurns:
         else:
             parent.switch(seconds)
 
+    def give_way(self) -> None:
+        """Have the others go on where this turn has had its share. Called in a turn, between two of its steps."""
+        if time.monotonic() - self._begun >= SLICE_S and self._greenlets.getcurrent().parent is not None:
+            self.wait(0.0)
+
     def take(self, run: str, turn: Callable[[], bool]) -> bool:
-        """Have a run take its turn, or go on with the one that waits; return its answer, False where it waits (again)."""
+        """Have a run take its turn, or go on with the one that is left; return its answer. Where it waits (again) that is
+        False, and True where it gave way.
+        """
         begun, due = self._waiting.get(run) or (self._greenlets.greenlet(turn), 0.0)
-        if time.monotonic() < due:
+        self._begun = time.monotonic()
+        if self._begun < due:
             return False
         self._waiting.pop(run, None)
         answer = begun.switch()
         if begun.dead:
             return bool(answer)
         self._waiting[run] = begun, time.monotonic() + answer
-        return False
+        return not answer
 
     def finish(self, run: str) -> None:
         """Go on with the turn of a run that waits until it is at its end, whatever the others wait for then."""

@@ -30,7 +30,8 @@ from sentinel.printable import printable
 BEGIN_S = 2.0
 """Seconds after the join begins in which nodes may report before anything is taken to be all there is."""
 MAX_HELD_BYTES = 64 * 2**20
-"""Most bytes of chunks that are held; past it nothing more is taken from the stream."""
+"""Most bytes of chunks that are held; past it nothing more is taken from the stream. Beside other runs each may hold its
+share: more of it is dropped, and comes again, for the stream is that of all."""
 MAX_ANSWERED_BYTES = 256 * 2**10
 """Most bytes of commands in one answer; the others come with the next."""
 MAX_NODES_SAID = 8
@@ -82,6 +83,14 @@ class CopiedRuns:
     def _held_bytes(self) -> int:
         return sum(run.held_bytes for run in self._runs.values())
 
+    def _share(self, run: RunCopies) -> int:
+        """Return how many bytes a run may hold, with one share left that nobody has: all of it where no other run speaks."""
+        if run.held_bytes < MAX_HELD_BYTES // (len(self._runs) + 1):
+            return MAX_HELD_BYTES
+        now = self._clock()
+        num_others = sum(one is not run and one.is_heard(now) for one in self._runs.values())
+        return MAX_HELD_BYTES // (num_others + 2) if num_others else MAX_HELD_BYTES
+
     def on_the_way(self, run: str) -> frozenset[str]:
         """Return the folders of a run's spools of which more is known to exist than is here."""
         with self._lock:
@@ -95,7 +104,11 @@ class CopiedRuns:
         with self._lock:
             self.counts["chunks"] += 1
             run = self._claimed(chunk)
-            if run is not None:
+            if run is None:
+                return
+            if run.held_bytes and run.held_bytes + len(chunk.data) > self._share(run):
+                self.counts["dropped"] += 1
+            else:
                 run.hold(chunk, self._clock())
 
     def take_digest(self, piece: DigestPiece) -> None:

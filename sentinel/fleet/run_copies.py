@@ -149,6 +149,10 @@ class RunCopies:
             witness_bytes = 0
         return SpoolHeld(copy.place, read_ack(copy.folder), witness_bytes, num_away=copy.num_away())
 
+    def is_heard(self, now: float) -> bool:
+        """Return whether any node speaks of this run."""
+        return any(now - at < SILENT_S for at in self.heard.values())
+
     def node_health(self, now: float) -> list[NodeHealth]:
         """Return how each node is that spoke within the hour."""
         return [

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from sentinel.daemon import run_turns
 from sentinel.daemon.run_turns import PlainTurns, WaitingTurns
 
 
@@ -49,6 +50,32 @@ def test_nothing_is_looked_at_before_it_is_due() -> None:
     assert len(looks) == 1
 
 
+def test_a_turn_that_has_much_to_do_gives_way_when_it_has_had_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, done = WaitingTurns(), list[str]()
+
+    def long_turn() -> bool:
+        for number in range(3):
+            done.append(f"a{number}")
+            turns.give_way()
+        return False
+
+    assert not turns.take("a", long_turn) and done == ["a0", "a1", "a2"], "it had no share to lose yet"
+    done.clear()
+    monkeypatch.setattr(run_turns, "SLICE_S", 0.0)
+    moved = []
+    for _ in range(4):
+        moved.append(turns.take("a", long_turn))
+        turns.take("b", lambda: bool(done.append("b")))
+    assert done == ["a0", "b", "a1", "b", "a2", "b", "b"]
+    # It moved each time that it gave way; that nothing is left is its own answer.
+    assert moved == [True, True, True, False]
+
+
+def test_outside_a_turn_nobody_is_given_way_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_turns, "SLICE_S", 0.0)
+    WaitingTurns().give_way()
+
+
 def test_a_turn_can_be_waited_for_by_all() -> None:
     turns, done = WaitingTurns(), list[str]()
     until = time.monotonic() + 0.05
@@ -64,10 +91,11 @@ def test_what_a_turn_raises_after_it_waited_reaches_whoever_goes_on_with_it() ->
     turns = WaitingTurns()
 
     def turn() -> bool:
-        turns.wait(0.0)
+        turns.wait(0.001)
         raise ValueError("rows")
 
     assert not turns.take("a", turn)
+    time.sleep(0.002)
     with pytest.raises(ValueError, match="rows"):
         turns.take("a", turn)
     assert not turns.are_waiting and turns.take("a", lambda: True)
@@ -92,5 +120,6 @@ def test_outside_a_turn_seconds_pass() -> None:
 def test_plain_turns_are_taken_to_their_end() -> None:
     turns = PlainTurns()
     assert turns.take("a", lambda: True) and not turns.take("a", lambda: False) and not turns.are_waiting
+    turns.give_way()
     turns.finish("a")
     turns.abandon("a")

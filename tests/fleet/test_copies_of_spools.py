@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import ConfigError, WireError
-from sentinel.fleet import spool_cursor
+from sentinel.fleet import copied_runs, spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.intake_tally import REFUSED_S
@@ -234,6 +234,45 @@ def test_nothing_is_released_before_the_other_node_has_spoken(tmp_path: Path) ->
     assert fleet.copies.on_the_way("run") == {"r00001-0123abcd"}
     fleet.now += SILENT_S
     assert fleet.copies.on_the_way("run") == frozenset(), "who is silent for long is waited for no more"
+
+
+def test_a_run_whose_node_is_waited_for_holds_its_share_and_leaves_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path, "a", "b", "c")
+    folders = {"a": FOLDER, "b": "r00004-0123abcd", "c": "r00005-0123abcd"}
+    spools = {node: tmp_path / node / ("well" if node == "c" else "stuck") / "spool" / folders[node] for node in folders}
+    for spool in spools.values():
+        write(spool, "000000.spool", b"x" * 100)
+    fleet.settle()
+    silent = fleet.nodes.pop("b")
+    monkeypatch.setattr(copied_runs, "MAX_HELD_BYTES", 3000)
+    for number in range(40):
+        for node, num_bytes in (("a", 500), ("c", 100)):
+            write(spools[node], "000000.spool", bytes([number]) * num_bytes)
+        fleet.settle()
+        assert not fleet.copies.is_full and fleet.copies.health().held_bytes <= 2000
+        assert spool_bytes(fleet.joined / "well" / "spool" / folders["c"]) == spool_bytes(spools["c"])
+        fleet.now -= 0.6  # Nobody is silent for so long that it is waited for no more.
+
+    assert fleet.copies.counts["dropped"] and not fleet.problems
+    fleet.nodes["b"] = silent
+    for _ in range(40):
+        fleet.now += RESEND_S
+        fleet.settle()
+    assert spool_bytes(fleet.joined / "stuck" / "spool" / FOLDER) == spool_bytes(spools["a"])
+    assert not fleet.copies.health().held_bytes
+
+
+def test_a_run_alone_holds_all_that_may_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    write(tmp_path / "a" / "run" / "spool" / FOLDER, "000000.spool", b"x" * 3000)
+    write(tmp_path / "b" / "run" / "spool" / "r00004-0123abcd", "000000.spool", b"x" * 100)
+    fleet.talk()
+    monkeypatch.setattr(copied_runs, "MAX_HELD_BYTES", 3000)
+    for chunk in fleet.chunks("a"):
+        fleet.copies.take_chunk(chunk)
+    assert fleet.copies.is_full and not fleet.copies.counts["dropped"]
 
 
 def test_the_join_says_which_node_is_silent_behind_or_refused_and_which_disk_is_full(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sentinel.daemon import run_turns
 from sentinel.daemon.daemon import Daemon, ServeOptions
 from sentinel.daemon.run_turns import WaitingTurns
 from sentinel.errors import StoreError
@@ -58,8 +59,12 @@ class TwoRuns:
         wait_for(lambda: self.num_judged("unaffected") == self.other.step)
 
 
-def test_one_run_waits_for_rows_and_the_other_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slice_s", [run_turns.SLICE_S, 0.0], ids=["turns to their end", "way given at each step"])
+def test_one_run_waits_for_rows_and_the_other_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_s: float
+) -> None:
     monkeypatch.setattr(fetched_rows, "STALLED_S", 600.0)
+    monkeypatch.setattr(run_turns, "SLICE_S", slice_s)
     turns = WaitingTurns()
     both = TwoRuns(tmp_path, turns)
     daemon = Daemon(both.options, os.environ, sys.stderr)
