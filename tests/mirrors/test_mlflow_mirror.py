@@ -1,8 +1,10 @@
-"""Runs of MLflow, written and read back by its own client."""
+"""Runs of MLflow, written and read back by its own client: in a store of files, and in MLflow's own tracking server."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,56 @@ from sentinel.mirrors.mirror import MirrorBatch, MirroredIncident, MirroredStep,
 from sentinel.mirrors.mlflow_mirror import MlflowConfig, MlflowMirror
 
 from ..support.anomalies import a_nan, an_incident
+from ..support.ports import free_port
+from ..support.servers import program
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowConfig]:
-    """A store of files, which the client writes itself: a server would need a database."""
+class TrackingServer:
+    """MLflow's server, with runs in SQLite, in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._directory = directory
+        self._running = contextlib.ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        """Start it; its runs are those that it had."""
+        environment = {
+            "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{self._directory / 'runs.sqlite'}",
+            "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
+            "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(self._directory / "artifacts"),
+            "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+        }
+        port = self.url.rpartition(":")[2]
+        command = [sys.executable, "-W", "ignore", "-m", "uvicorn", "mlflow.server.fastapi_app:app", "--port", port]
+        self._running.enter_context(
+            program(["env", *(f"{name}={value}" for name, value in environment.items()), *command], f"{self.url}/health",
+                    self._directory / "log")
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        self._running.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrackingServer]:
     pytest.importorskip("mlflow")
+    running = TrackingServer(tmp_path_factory.mktemp("mlflow"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(params=["files", "server"])
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> MlflowConfig:
+    """Where the client itself writes files, or has the server write."""
+    pytest.importorskip("mlflow")
+    if request.param == "server":
+        return MlflowConfig(tracking_uri=request.getfixturevalue("server").url, experiment=request.node.name)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    yield MlflowConfig(tracking_uri=(tmp_path / "mlruns").as_uri())
+    return MlflowConfig(tracking_uri=(tmp_path / "mlruns").as_uri())
 
 
 def parts(run_dir: Path, mark: str = "", key: str = "0123") -> MirrorParts:
@@ -125,3 +167,21 @@ def test_names_that_mlflow_does_not_take_are_made_such_and_stay_apart(config: Ml
     metrics = mirror._client.get_run(mirror._id).data.metrics
     assert sorted(metrics.values()) == list(map(float, range(len(names)))), "each is there, under a name of its own"
     assert metrics["plain/name_1.5 -"] == 8.0
+
+
+def test_a_server_that_was_away_has_each_step_once(
+    server: TrackingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    mirror = MlflowConfig(tracking_uri=server.url, experiment="away").build(parts(tmp_path))
+    mirror.write(MirrorBatch(steps=steps(0, 1)))
+    server.stop()
+    with pytest.raises(MlflowException, match="Max retries exceeded|Connection refused"):
+        mirror.write(MirrorBatch(steps=steps(1, 2)))
+
+    server.start()
+    mirror.write(MirrorBatch(steps=steps(1, 2, 3)))
+
+    assert [step for step, _ in points(mirror)] == [0, 1, 2, 3]
