@@ -178,7 +178,7 @@ def test_a_server_that_was_away_has_each_step_once(
     mirror = MlflowConfig(tracking_uri=server.url, experiment="away").build(parts(tmp_path))
     mirror.write(MirrorBatch(steps=steps(0, 1)))
     server.stop()
-    with pytest.raises(MlflowException, match="Max retries exceeded|Connection refused"):
+    with pytest.raises(MlflowException, match="Max retries exceeded"):
         mirror.write(MirrorBatch(steps=steps(1, 2)))
 
     server.start()
