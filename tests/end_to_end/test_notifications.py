@@ -124,6 +124,7 @@ def test_a_sink_that_hangs_delays_no_other_and_no_judging():
         hearing_s = time.monotonic() - start
 
         assert waking_s < hearing_s < 15.0  # Half of what the other is waited for.
+        wait_for(lambda: slow.received, interval_s=0.002)  # Whoever has not begun has nothing to wait for.
         assert not notifier.close(timeout_s=0.2)
 
 
