@@ -66,7 +66,7 @@ def join(
 
     from sentinel.daemon.config import placed, read_config
     from sentinel.daemon.daemon import Daemon, ServeOptions
-    from sentinel.daemon.run_turns import WaitingTurns
+    from sentinel.daemon.run_turns import SharedTurns
     from sentinel.fleet.broker import nats_client
     from sentinel.fleet.copied_runs import CopiedRuns
     from sentinel.fleet.join_intake import JoinIntake
@@ -84,7 +84,7 @@ def join(
     read = functools.partial(read_config, config_file, None, None)
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"
-    turns = WaitingTurns()
+    turns = SharedTurns()
     copies = CopiedRuns(where, name, on_problem=warn, wait=turns.wait)
     if not takeover_s >= 1.0:
         raise ConfigError(f"--takeover-s: expected 1 at least, got {takeover_s:g}")

@@ -126,7 +126,7 @@ class Daemon:
             left=self._let_go,
             serve=lambda paths: ServedRun(
                 paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
-                options.rows_from(paths.name), options.epoch(), self._judged_one,
+                options.rows_from(paths.name), options.epoch(), self._advanced, options.turns,
             ),
         )  # fmt: skip
         self._address = PageAddress(self._state, options.directory)
@@ -205,26 +205,20 @@ class Daemon:
                 continue
             # Ten times the cost of a look that found nothing: thousands of ranks must not cost a core.
             pause = max(FAST_POLL_S, 10.0 * (now - begun)) if now - flowed < FLOWING_S else pause * 1.5
-            self._requests.pause(min(pause, WAITING_POLL_S if self._runs.are_waiting else SLOW_POLL_S))
+            longest = max(WAITING_POLL_S, 2.0 * (now - begun)) if self._runs.are_left else SLOW_POLL_S
+            self._requests.pause(min(pause, longest))
 
     def _advanced(self) -> None:
         """Say that the loop goes on: it came round, or a step was judged, of which a turn may have many."""
         self.api.state.alive()
         self._systemd.alive()
 
-    def _judged_one(self) -> None:
-        """Called by a run behind each step that it judged."""
-        self._advanced()
-        self._options.turns.give_way()
-
     def _turn(self) -> bool:
-        return not self._options.standby_of() and self._runs.turn(self._judge)
-
-    def _judge(self, run: ServedRun) -> bool:
-        """Judge what came of a run; return whether anything did."""
-        has_moved = run.turn(time.time())
-        if run.take_alerts():
-            self._notifying.notifier.wake()
+        """Judge what came of each run; return whether anything did."""
+        has_moved = not self._options.standby_of() and self._runs.turn(time.time)
+        for run in self._runs:
+            if run.take_alerts():
+                self._notifying.notifier.wake()
         return has_moved
 
     def _discover(self, now: float) -> None:
@@ -262,7 +256,7 @@ class Daemon:
             self._config.reload(time.time(), self._exchange)
         outcome = self._packs.reload(time.time())
         self._warn_of_policies()
-        self._runs.each(lambda run: run.note_reload(outcome, time.time()))
+        self._runs.between_turns(lambda run: run.note_reload(outcome, time.time()))
         self._systemd.ready()
         return True
 
@@ -275,13 +269,13 @@ class Daemon:
     def _note_silences(self) -> None:
         """Write down in each run who silenced what, and have what is silenced no more sent."""
         silences = self._silences.active(0.0)
-        self._runs.each(lambda run: run.note_silences(silences, time.time()))
+        self._runs.between_turns(lambda run: run.note_silences(silences, time.time()))
         self._notifying.notifier.wake()
 
     def _exchange(self, former: DaemonConfig, new: DaemonConfig) -> None:
         """Act on a new configuration; ConfigError, with all as it was, when it cannot be used."""
         notifier, heartbeat = self._notifying.built(new.notify), _heartbeat(new, self._environ, self.api.state.is_at_work)
-        self._runs.each(lambda run: run.use(new))
+        self._runs.between_turns(lambda run: run.use(new))
         self._notifying.exchange(notifier)
         self.api.links = _links(new)
         heartbeat, self.api.state.heartbeat = self.api.state.heartbeat, heartbeat
@@ -312,15 +306,17 @@ class Daemon:
         self._discover(time.time())
         self.api.state.is_stopping = True
         deadline = time.monotonic() + self._options.drain_s
-        while (has_moved := self._turn()) or self._runs.are_waiting:
+        while (has_moved := self._turn()) or (self._runs.are_left and not self._options.standby_of()):
             if time.monotonic() >= deadline:
                 break
             if not has_moved:
                 time.sleep(FAST_POLL_S)
         if self._options.standby_of():
             return True  # what is left is for whoever that is
-        for run, is_done in self._runs.each(lambda run: run.finish(time.time(), is_over=is_owned, deadline=deadline)):
-            if not is_done:
+        for run, is_done in self._runs.finish(time.time, is_over=is_owned, deadline=deadline):
+            if not is_done and not is_owned:
+                log.info("run %s: left in the middle of a step, for whoever serves it next", run.name)
+            elif not is_done:
                 is_complete = False
                 what = f"run {run.name} was not judged to its end within {self._options.drain_s:g} s (--drain-s)"
                 log.error("%s; sentinel serve %s judges the rest", what, run.paths.run_dir)

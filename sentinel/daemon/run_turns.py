@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from sentinel.errors import ConfigError
 
@@ -13,11 +13,18 @@ SLICE_S = 0.1
 
 
 class RunTurns(Protocol):
-    """For the thread that judges."""
+    """For the thread that judges. A turn is left when it waits or gives way, and gone on with later."""
 
     @property
-    def are_waiting(self) -> bool:
-        """Whether turns were begun that are not at their end."""
+    def left_s(self) -> float:
+        """Seconds for which the turn that is being taken was left since it began: others had them."""
+
+    @property
+    def is_share_over(self) -> bool:
+        """Whether the turn that is being taken has had its share, and may be left for others."""
+
+    def is_left(self, run: str) -> bool:
+        """Return whether a turn of this run is left, and not at its end."""
 
     def take(self, run: str, turn: Callable[[], bool]) -> bool:
         """Have a run take its turn, or go on with the one that is left; return its answer. Where it waits (again) that is
@@ -25,19 +32,27 @@ class RunTurns(Protocol):
         """
 
     def give_way(self) -> None:
-        """Have the others go on where this turn has had its share. Called in a turn, between two of its steps."""
+        """Have the others go on. Called in a turn, between two of its steps."""
 
-    def finish(self, run: str) -> None:
-        """Go on with the turn of a run that waits until it is at its end, whatever the others wait for then."""
+    def finish(self, run: str, until: float) -> bool:
+        """Go on with the turn of a run that was left, whatever the others wait for then; return whether it is at its end.
+
+        until: when that is given up, on the monotonic clock.
+        """
 
     def abandon(self, run: str) -> None:
-        """Give up the turn of a run that waits: what it opened is closed, and nothing of it goes on."""
+        """Give up the turn of a run that was left: what it opened is closed, and nothing of it goes on."""
 
 
 class PlainTurns:
     """Each turn is taken to its end: it waits for nothing but its own disk."""
 
-    are_waiting = False
+    left_s = 0.0
+    is_share_over = False
+
+    def is_left(self, run: str) -> bool:
+        """None ever is."""
+        return False
 
     def take(self, run: str, turn: Callable[[], bool]) -> bool:
         """Take a turn to its end."""
@@ -46,14 +61,15 @@ class PlainTurns:
     def give_way(self) -> None:
         """Nobody is given way to."""
 
-    def finish(self, run: str) -> None:
-        """Nothing waits."""
+    def finish(self, run: str, until: float) -> bool:
+        """It is at its end."""
+        return True
 
     def abandon(self, run: str) -> None:
-        """Nothing waits."""
+        """Nothing is left."""
 
 
-class WaitingTurns:
+class SharedTurns:
     """A turn that waits, or has had its share, is left and gone on with when it is due: no run holds up the others.
 
     All is one thread, in which each turn has a stack of its own (a greenlet): no two turns touch anything at once.
@@ -65,16 +81,21 @@ class WaitingTurns:
             import greenlet
         except ImportError as error:
             raise ConfigError('a join needs greenlet: pip install "sentinel[fleet]"') from error
+
         self._greenlets = greenlet
-        self._waiting: dict[str, tuple[greenlet.greenlet, float]] = {}
-        """Run -> (its turn, when it is due on the monotonic clock)."""
-        self._begun = 0.0
+        self._left: dict[str, _LeftTurn] = {}
+        self._resumed = 0.0
         """When the turn that is being taken was begun, or gone on with."""
+        self.left_s = 0.0
 
     @property
-    def are_waiting(self) -> bool:
-        """Whether turns were begun that are not at their end."""
-        return bool(self._waiting)
+    def is_share_over(self) -> bool:
+        """Whether the turn that is being taken has had its share, and may be left for others."""
+        return self._greenlets.getcurrent().parent is not None and time.monotonic() - self._resumed >= SLICE_S
+
+    def is_left(self, run: str) -> bool:
+        """Return whether a turn of this run is left, and not at its end."""
+        return run in self._left
 
     def wait(self, seconds: float) -> None:
         """Have the others go on for so long, at least. Called in a turn; elsewhere nothing happens meanwhile."""
@@ -85,32 +106,47 @@ class WaitingTurns:
             parent.switch(seconds)
 
     def give_way(self) -> None:
-        """Have the others go on where this turn has had its share. Called in a turn, between two of its steps."""
-        if time.monotonic() - self._begun >= SLICE_S and self._greenlets.getcurrent().parent is not None:
-            self.wait(0.0)
+        """Have the others go on. Called in a turn, between two of its steps."""
+        self.wait(0.0)
 
     def take(self, run: str, turn: Callable[[], bool]) -> bool:
         """Have a run take its turn, or go on with the one that is left; return its answer. Where it waits (again) that is
         False, and True where it gave way.
         """
-        begun, due = self._waiting.get(run) or (self._greenlets.greenlet(turn), 0.0)
-        self._begun = time.monotonic()
-        if self._begun < due:
+        now = time.monotonic()
+        one = self._left.get(run)
+        if one is None:
+            one = _LeftTurn(self._greenlets.greenlet(turn), at=now, due=now)
+        elif now < one.due:
             return False
-        self._waiting.pop(run, None)
-        answer = begun.switch()
-        if begun.dead:
+        self._left.pop(run, None)
+        self._resumed, self.left_s = now, one.left_s + now - one.at
+        answer = one.stack.switch()
+        if one.stack.dead:
             return bool(answer)
-        self._waiting[run] = begun, time.monotonic() + answer
+        now = time.monotonic()
+        self._left[run] = _LeftTurn(one.stack, at=now, due=now + answer, left_s=self.left_s)
         return not answer
 
-    def finish(self, run: str) -> None:
-        """Go on with the turn of a run that waits until it is at its end, whatever the others wait for then."""
-        while run in self._waiting:
-            time.sleep(max(0.0, self._waiting[run][1] - time.monotonic()))
+    def finish(self, run: str, until: float) -> bool:
+        """Go on with the turn of a run that was left, whatever the others wait for then; return whether it is at its end.
+
+        until: when that is given up, on the monotonic clock.
+        """
+        while run in self._left:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(max(0.0, self._left[run].due - time.monotonic()))
             self.take(run, lambda: False)
+        return True
 
     def abandon(self, run: str) -> None:
-        """Give up the turn of a run that waits: what it opened is closed, and nothing of it goes on."""
-        if run in self._waiting:
-            self._waiting.pop(run)[0].throw()
+        """Give up the turn of a run that was left: what it opened is closed, and nothing of it goes on."""
+        if run in self._left:
+            self._left.pop(run).stack.throw()
+
+
+class _LeftTurn:
+    def __init__(self, stack: Any, *, at: float, due: float, left_s: float = 0.0) -> None:
+        """stack: the greenlet. at: when it was left. due: when it is gone on with. left_s: seconds of earlier times."""
+        self.stack, self.at, self.due, self.left_s = stack, at, due, left_s

@@ -52,6 +52,8 @@ class ServedRuns:
         self._directory, self._state_dir, self._turns, self._is_owned = directory, state_dir, turns, is_owned
         self._serve, self._joined, self._left = serve, joined, left
         self._runs: dict[str, ServedRun] = {}
+        self._between: dict[str, list[Callable[[ServedRun], None]]] = {}
+        """Run -> what is done when the turn that it is in the middle of is at its end."""
         self._retry_at: dict[str, float] = {}
         """Run -> when it is tried again, seconds since the epoch."""
 
@@ -74,25 +76,47 @@ class ServedRuns:
         return run.journal.values if run is not None else None
 
     @property
-    def are_waiting(self) -> bool:
-        """Whether runs are in the middle of a turn, and wait for rows of another machine."""
-        return self._turns.are_waiting
+    def are_left(self) -> bool:
+        """Whether runs are in the middle of a turn, and wait for rows of another machine say."""
+        return any(map(self._turns.is_left, self._runs))
 
-    def turn(self, act: Callable[[ServedRun], bool]) -> bool:
-        """Have each run take its turn; return whether any moved. One that raises, whatever it is, is let go of."""
-        answers = self._each(lambda name, run: self._turns.take(name, lambda: act(run)))
-        return any(has_moved for _, has_moved in answers)
+    def turn(self, now: Callable[[], float]) -> bool:
+        """Have each run take its turn; return whether any moved. now: returns the seconds since the epoch."""
 
-    def each(self, act: Callable[[ServedRun], T]) -> list[tuple[ServedRun, T]]:
-        """Return what each run answers, whose turn is at its end then; one that raises, whatever it is, is let go of."""
+        def take(name: str, run: ServedRun) -> bool:
+            has_moved = self._turns.take(name, lambda: run.turn(now()))
+            while name in self._between and not self._turns.is_left(name):
+                acts = self._between.pop(name)
+                for act in acts:
+                    act(run)
+            return has_moved
 
-        def answer(name: str, run: ServedRun) -> T:
-            self._turns.finish(name)
-            return act(run)
+        return any(has_moved for _, has_moved in self._each(take))
 
-        return self._each(answer)
+    def between_turns(self, act: Callable[[ServedRun], None]) -> None:
+        """Have something done with each run, at once or when the turn that it is in the middle of is at its end."""
+
+        def do(name: str, run: ServedRun) -> None:
+            if self._turns.is_left(name):
+                self._between.setdefault(name, []).append(act)
+            else:
+                act(run)
+
+        self._each(do)
+
+    def finish(self, now: Callable[[], float], *, is_over: bool, deadline: float) -> list[tuple[ServedRun, bool]]:
+        """Have each run judge what is left, as of `ServedRun.finish`; return whether each did.
+
+        One that still waits at the deadline is left where it is: the next daemon judges again what it has not committed.
+        """
+
+        def end(name: str, run: ServedRun) -> bool:
+            return self._turns.finish(name, deadline) and run.finish(now(), is_over=is_over, deadline=deadline)
+
+        return self._each(end)
 
     def _each(self, act: Callable[[str, ServedRun], T]) -> list[tuple[ServedRun, T]]:
+        """Return what each run answers; one that raises, whatever it is, is let go of."""
         answers = []
         for name, run in list(self._runs.items()):
             try:
@@ -164,6 +188,7 @@ class ServedRuns:
 
     def _drop(self, name: str, problem: str, run: ServedRun) -> None:
         self._turns.abandon(name)
+        self._between.pop(name, None)
         del self._runs[name]
         self._left(run)
         run.close()

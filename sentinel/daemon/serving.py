@@ -38,6 +38,7 @@ from sentinel.daemon.run_mirrors import RunMirrors
 from sentinel.daemon.run_notices import RunNotices
 from sentinel.daemon.run_retention import RunRetention
 from sentinel.daemon.run_status import RunStatus
+from sentinel.daemon.run_turns import PlainTurns, RunTurns
 from sentinel.daemon.snapshots import Acknowledgement, Snapshots
 from sentinel.daemon.spool_pruning import SpoolPruning
 from sentinel.daemon.spool_watch import SpoolWatch
@@ -85,13 +86,14 @@ class ServedRun:
         rows_from: RowSource | None = None,
         epoch: int = 0,
         advanced: Callable[[], None] = lambda: None,
+        turns: RunTurns = PlainTurns(),  # noqa: B008  (holds nothing)
     ) -> None:
         """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors.
 
         on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`. epoch: of the lease under which it is served, as of
-        `Journal`; 0: under none. advanced: called behind each step and moment that was judged.
+        `Journal`; 0: under none. advanced: called behind each step and moment that was judged. turns: in which it is taken.
         """
-        self._on_the_way, self._rows_from, self._advanced = on_the_way, rows_from, advanced
+        self._on_the_way, self._rows_from, self._advanced, self._turns = on_the_way, rows_from, advanced, turns
         self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
@@ -180,7 +182,9 @@ class ServedRun:
             self.mirrors.look(lambda: [one.has_left for one in known])
             if now - self.last_received > FORGET_S:
                 self.recent.clear()
-            heard = self._command_turns.turn(self._stages, now, time.monotonic(), is_due=has_moved)
+            # Whoever was heard when the turn began is not silent for what others took meanwhile.
+            mono = time.monotonic() - self._turns.left_s
+            heard = self._command_turns.turn(self._stages, now, mono, is_due=has_moved)
             if heard is not None:
                 self.status.publish(self._stages, now, heard=heard)
         return has_moved
@@ -362,7 +366,7 @@ class ServedRun:
 
     def _judge(self, decided: Iterable[StepView | Tick]) -> bool:
         """Judge steps and moments, each behind its decision in the journal; return whether there were any."""
-        begun = time.monotonic()
+        begun, left_s = time.monotonic(), self._turns.left_s
         newest: StepView | None = None
         has_any = False
         stages, ended = self._meters.stages, list[float]()
@@ -392,12 +396,17 @@ class ServedRun:
                 with stages.measure("commit", 1):
                     self._commits.add(judgement, self._stages)
             self._advanced()
+            if not isinstance(one, Tick) and self._turns.is_share_over:
+                # What was found is told first.
+                with stages.measure("commit"):
+                    self._commits.flush(self._stages)
+                self._turns.give_way()
         if has_any:
             with stages.measure("commit"):
                 self._commits.flush(self._stages)
             self._meters.take_judged(ended, time.time())
             self._take_stock(newest)
-            self._gauges.metrics.judging_s += time.monotonic() - begun
+            self._gauges.metrics.judging_s += time.monotonic() - begun - (self._turns.left_s - left_s)
         return has_any
 
     def _take_stock(self, newest: StepView | None) -> None:

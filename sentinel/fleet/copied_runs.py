@@ -30,8 +30,9 @@ from sentinel.printable import printable
 BEGIN_S = 2.0
 """Seconds after the join begins in which nodes may report before anything is taken to be all there is."""
 MAX_HELD_BYTES = 64 * 2**20
-"""Most bytes of chunks that are held; past it nothing more is taken from the stream. Beside other runs each may hold its
-share: more of it is dropped, and comes again, for the stream is that of all."""
+"""Most bytes of chunks that are held; past it nothing more is taken from the stream."""
+STUCK_S = 3.0
+"""A run of which chunks have waited so long waits for a node: the others' are held for two beats, half a second."""
 MAX_ANSWERED_BYTES = 256 * 2**10
 """Most bytes of commands in one answer; the others come with the next."""
 MAX_NODES_SAID = 8
@@ -74,22 +75,25 @@ class CopiedRuns:
                     if run.recall(self._begun):
                         self._runs[path.name] = run
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so much is held that nothing more may be taken."""
-        return self._held_bytes >= MAX_HELD_BYTES
+    def has_room(self) -> bool:
+        """Return whether anything more may be taken from the stream, which is that of all runs.
+
+        Where all is held of runs that wait for a node, and others have something on the way, the newest of it is dropped.
+        """
+        with self._lock:
+            if self._held_bytes < MAX_HELD_BYTES:
+                return True
+            now = self._clock()
+            stuck = [one for one in self._runs.values() if one.waits_s(now) >= STUCK_S]
+            if not any(one not in stuck and (one.held_bytes or one.on_the_way(now)) for one in self._runs.values()):
+                return False
+            while self._held_bytes > MAX_HELD_BYTES // 2 and any(one.held_bytes for one in stuck):
+                max(stuck, key=lambda one: one.held_bytes).drop_newest(now)
+            return self._held_bytes < MAX_HELD_BYTES
 
     @property
     def _held_bytes(self) -> int:
         return sum(run.held_bytes for run in self._runs.values())
-
-    def _share(self, run: RunCopies) -> int:
-        """Return how many bytes a run may hold, with one share left that nobody has: all of it where no other run speaks."""
-        if run.held_bytes < MAX_HELD_BYTES // (len(self._runs) + 1):
-            return MAX_HELD_BYTES
-        now = self._clock()
-        num_others = sum(one is not run and one.is_heard(now) for one in self._runs.values())
-        return MAX_HELD_BYTES // (num_others + 2) if num_others else MAX_HELD_BYTES
 
     def on_the_way(self, run: str) -> frozenset[str]:
         """Return the folders of a run's spools of which more is known to exist than is here."""
@@ -104,11 +108,7 @@ class CopiedRuns:
         with self._lock:
             self.counts["chunks"] += 1
             run = self._claimed(chunk)
-            if run is None:
-                return
-            if run.held_bytes and run.held_bytes + len(chunk.data) > self._share(run):
-                self.counts["dropped"] += 1
-            else:
+            if run is not None:
                 run.hold(chunk, self._clock())
 
     def take_digest(self, piece: DigestPiece) -> None:
@@ -154,7 +154,7 @@ class CopiedRuns:
             return Answer(
                 version=PLAIN_VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run,
                 spools=spools, commands=_unknown_commands(self.directory / beat.run / "control", set(beat.commands)),
-                is_drained=is_drained and not run.is_holding, wanted=rows.wanted(beat.node),
+                is_drained=is_drained, wanted=rows.wanted(beat.node),
                 num_steps=(rows.num_steps, rows.num_fetched), to=beat.number,
             )  # fmt: skip
 
@@ -222,8 +222,14 @@ class CopiedRuns:
                 more = f" and {len(silent) - MAX_NODES_SAID} more" if len(silent) > MAX_NODES_SAID else ""
                 names = ", ".join(map(printable, silent[:MAX_NODES_SAID])) + more
                 problems.append(f"nodes that said nothing for {SILENT_S:g} s or longer, and are waited for no more: {names}")
-            if self.is_full:
+            if self._held_bytes >= MAX_HELD_BYTES:
                 problems.append(f"{self._held_bytes >> 20} MiB are held for nodes that are behind: nothing more is taken")
+            problems += [
+                f"run {printable(name)}: {run.held_bytes >> 20} MiB wait for nodes that are behind, "
+                f"{', '.join(map(printable, run.waits_for(now)[:MAX_NODES_SAID]))}; more of it is dropped, and comes again"
+                for name, run in self._runs.items()
+                if run.held_bytes and now - run.dropped_at < SILENT_S
+            ]
             rows = list(self._rows.values())
             counts = {
                 **self.counts,

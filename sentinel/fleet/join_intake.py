@@ -264,7 +264,7 @@ class JoinIntake:
                 if self._newest_seq > purged and now >= purge_at:
                     await jetstream.purge_stream(subjects.STREAM, seq=self._newest_seq + 1)
                     purged, purge_at = self._newest_seq, now + PURGE_S
-                if self._copies.is_full:
+                if not self._copies.has_room():
                     await asyncio.sleep(RELEASE_S)
                     continue
                 messages: list[Msg] = []

@@ -42,7 +42,8 @@ CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
 THINNED_BYTES = 4 * 2**20
 """Most bytes of a spool that one chunk without rows stands for, and of rows that are read at once."""
 RESEND_S = 3.0
-"""What was published and is not held so long after the stream was drained is published again."""
+"""What was published and is not held is published again after so long, where it is on its way no more: the stream was
+drained, or what was published after it has come."""
 EXPIRES_S = 30.0
 """An answer to a beat that was sent longer ago is not believed, where answers are signed."""
 SAID_S = 60.0
@@ -58,12 +59,20 @@ class _Spool:
         """Behind what the join holds; None: it has not said yet."""
         self.moved = 0.0
         """When `held` changed, or all was sent anew, monotonic seconds."""
+        self.turn = 0
+        """As of `SpoolChunk`."""
         self.acked = (0, 0)
         self.num_away = 0
         """Frames behind `acked` whose rows the join has not got."""
         self.witness_bytes = -1
         self.refused = ""
         self.waits_since: float | None = None
+
+    def go_back(self, held: FilePlace, now: float) -> None:
+        """Have all sent again that lies behind what the join holds."""
+        self.cursor.seek(held)
+        self.moved = now
+        self.turn += 1
 
 
 class _NodeRun:
@@ -190,7 +199,7 @@ class NodeRuns:
             return None
         return SpoolChunk(
             version=VERSION if away else PLAIN_VERSION, node=self.node, run=name, folder=folder, file=piece.file,
-            offset=piece.offset, after=piece.after, size=piece.size, data=data, away=away,
+            offset=piece.offset, after=piece.after, size=piece.size, data=data, away=away, turn=spool.turn,
         )  # fmt: skip
 
     def _digested(self, name: str, run: _NodeRun) -> Iterator[DigestPiece]:
@@ -276,13 +285,11 @@ class NodeRuns:
             spool.refused = ""
             spool.witness_bytes = said.witness_bytes
             if spool.held is None or is_new_join:
-                spool.cursor.seek(said.held)
-                spool.moved = now
+                spool.go_back(said.held, now)
             elif spool.held != said.held or spool.cursor.place == said.held:
                 spool.moved = now
-            elif answer.is_drained and now - spool.moved > RESEND_S:
-                spool.cursor.seek(said.held)
-                spool.moved = now
+            elif now - spool.moved > RESEND_S and ((answer.is_drained and not said.is_waiting) or said.gap == spool.turn):
+                spool.go_back(said.held, now)
             spool.held = said.held
             spool.num_away = said.num_away
             self._commit(spool, said.acked)

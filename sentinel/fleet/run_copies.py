@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 
 from sentinel.errors import WireError
@@ -40,6 +42,8 @@ class RunCopies:
         """Node -> when its newest beat came."""
         self.held_bytes = 0
         """Bytes of the chunks that wait."""
+        self.dropped_at = -math.inf
+        """When a chunk was last forgotten for want of room."""
         self._run_dir, self._tally = run_dir, tally
         self._name = printable(run_dir.name)
         self._heads: dict[str, SpoolHead] = {}
@@ -49,6 +53,8 @@ class RunCopies:
         self._spoke: dict[str, tuple[float, int, float]] = {}
         """Node -> (when its newest beat came, bytes that wait there, seconds for which they have)."""
         self._held: deque[tuple[float, SpoolChunk]] = deque()
+        self._num_held = Counter[str]()
+        """Folder of a spool -> chunks of it that wait."""
         self._numbers: dict[str, tuple[str, int]] = {}
         """Node -> `number` of its newest beat."""
         self._spoken: set[str] = set()
@@ -147,11 +153,10 @@ class RunCopies:
             witness_bytes = (copy.folder / WITNESS).lstat().st_size
         except OSError:
             witness_bytes = 0
-        return SpoolHeld(copy.place, read_ack(copy.folder), witness_bytes, num_away=copy.num_away())
-
-    def is_heard(self, now: float) -> bool:
-        """Return whether any node speaks of this run."""
-        return any(now - at < SILENT_S for at in self.heard.values())
+        return SpoolHeld(
+            copy.place, read_ack(copy.folder), witness_bytes, num_away=copy.num_away(), gap=copy.gap,
+            is_waiting=bool(self._num_held[folder]),
+        )  # fmt: skip
 
     def node_health(self, now: float) -> list[NodeHealth]:
         """Return how each node is that spoke within the hour."""
@@ -181,23 +186,39 @@ class RunCopies:
     def hold(self, chunk: SpoolChunk, now: float) -> None:
         """Keep a chunk of a spool that was claimed, until `release`."""
         self._held.append((now, chunk))
+        self._num_held[chunk.folder] += 1
         self.held_bytes += len(chunk.data)
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether any chunk waits."""
-        return bool(self._held)
+    def waits_s(self, now: float) -> float:
+        """Return for how long the oldest chunk has waited."""
+        return now - self._held[0][0] if self._held else 0.0
+
+    def waits_for(self, now: float) -> list[str]:
+        """Return the nodes that the oldest chunk waits for."""
+        return sorted(one for one in self._live(now) if self._held and self._seen_until.get(one, 0.0) < self._held[0][0])
 
     def release(self, now: float) -> int:
         """Write what no node may be behind of; return the bytes that are new."""
-        live = [node for node, heard in self.heard.items() if now - heard < SILENT_S]
-        until = min((self._seen_until.get(node, 0.0) for node in live), default=now)
+        until = min((self._seen_until.get(node, 0.0) for node in self._live(now)), default=now)
         num_new = 0
         while self._held and self._held[0][0] <= until:
-            _, chunk = self._held.popleft()
-            self.held_bytes -= len(chunk.data)
-            num_new += self._write(chunk)
+            num_new += self._write(self._taken(self._held.popleft))
         return num_new
+
+    def drop_newest(self, now: float) -> None:
+        """Forget the chunk that came last: its node sends it again."""
+        self._taken(self._held.pop)
+        self.dropped_at = now
+        self._tally.counts["dropped"] += 1
+
+    def _taken(self, take: Callable[[], tuple[float, SpoolChunk]]) -> SpoolChunk:
+        _, chunk = take()
+        self._num_held[chunk.folder] -= 1
+        self.held_bytes -= len(chunk.data)
+        return chunk
+
+    def _live(self, now: float) -> list[str]:
+        return [node for node, heard in self.heard.items() if now - heard < SILENT_S]
 
     def _write(self, chunk: SpoolChunk) -> int:
         copy, counts = self.copies[chunk.folder], self._tally.counts

@@ -54,6 +54,8 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     data: bytes
     away: tuple[tuple[int, int], ...] = ()
     """(offset in the chunk, bytes) of payloads of rows that are not in `data`, rising: digests stand for them."""
+    turn: int = 0
+    """Times that the node went back to what the join holds of this spool: within one, chunks were sent in their order."""
 
     @property
     def num_bytes(self) -> int:
@@ -162,6 +164,10 @@ class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
     """Why nothing of this spool is taken from this node; empty: it is."""
     num_away: int = 0
     """Frames behind `acked` whose rows are not here."""
+    gap: int = -1
+    """`turn` of the newest chunk that is here while bytes before it are not: these were lost. -1: there is none."""
+    is_waiting: bool = False
+    """Whether chunks of it wait for nodes that are behind, and so are not in `held`."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):

@@ -31,6 +31,8 @@ class SpoolCopy:
         """Chunks of which all was there already."""
         self.num_dropped = 0
         """Chunks that came too early for the room that there is."""
+        self.gap = -1
+        """`turn` of the newest chunk that came early; -1: none waits for what is before it."""
         self._early: dict[tuple[str, int], SpoolChunk] = {}
         self._early_bytes = 0
         self.away: dict[tuple[int, int], int] = {}
@@ -67,6 +69,7 @@ class SpoolCopy:
             if not more:
                 break
             num_new += more
+        self.gap = max((one.turn for one in self._early.values()), default=-1)
         return num_new
 
     def prune(self, first: int) -> None:
@@ -186,6 +189,7 @@ class SpoolCopy:
 
     def _keep(self, chunk: SpoolChunk) -> None:
         key = (chunk.file, chunk.offset)
+        self.gap = max(self.gap, chunk.turn)
         if key in self._early:
             self.num_repeated += 1
         elif self._early_bytes + len(chunk.data) > MAX_EARLY_BYTES:

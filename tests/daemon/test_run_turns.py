@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from sentinel.daemon import run_turns
-from sentinel.daemon.run_turns import PlainTurns, WaitingTurns
+from sentinel.daemon.run_turns import PlainTurns, SharedTurns
 
 
-def waits_until(turns: WaitingTurns, is_so: Callable[[], bool], done: list[str], name: str) -> Callable[[], bool]:
+def waits_until(turns: SharedTurns, is_so: Callable[[], bool], done: list[str], name: str) -> Callable[[], bool]:
     def turn() -> bool:
         try:
             while not is_so():
@@ -25,21 +25,21 @@ def waits_until(turns: WaitingTurns, is_so: Callable[[], bool], done: list[str],
 
 
 def test_the_others_take_their_turns_while_one_waits() -> None:
-    turns, done, has_come = WaitingTurns(), list[str](), list[int]()
+    turns, done, has_come = SharedTurns(), list[str](), list[int]()
     waiting = waits_until(turns, lambda: bool(has_come), done, "a")
 
     assert [turns.take("a", waiting), turns.take("b", lambda: True), turns.take("c", lambda: False)] == [False, True, False]
-    assert turns.are_waiting and not done
+    assert turns.is_left("a") and not done
     time.sleep(0.002)
     # What is handed in meanwhile is another turn, which comes after this one.
     assert not turns.take("a", lambda: pytest.fail("the turn before waits"))
     has_come.append(1)
     time.sleep(0.002)
-    assert turns.take("a", waiting) and done == ["a", "a closed"] and not turns.are_waiting
+    assert turns.take("a", waiting) and done == ["a", "a closed"] and not turns.is_left("a")
 
 
 def test_nothing_is_looked_at_before_it_is_due() -> None:
-    turns, looks = WaitingTurns(), list[int]()
+    turns, looks = SharedTurns(), list[int]()
 
     def turn() -> bool:
         looks.append(1)
@@ -51,12 +51,13 @@ def test_nothing_is_looked_at_before_it_is_due() -> None:
 
 
 def test_a_turn_that_has_much_to_do_gives_way_when_it_has_had_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, done = WaitingTurns(), list[str]()
+    turns, done = SharedTurns(), list[str]()
 
     def long_turn() -> bool:
         for number in range(3):
             done.append(f"a{number}")
-            turns.give_way()
+            if turns.is_share_over:
+                turns.give_way()
         return False
 
     assert not turns.take("a", long_turn) and done == ["a0", "a1", "a2"], "it had no share to lose yet"
@@ -73,22 +74,48 @@ def test_a_turn_that_has_much_to_do_gives_way_when_it_has_had_its_share(monkeypa
 
 def test_outside_a_turn_nobody_is_given_way_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_turns, "SLICE_S", 0.0)
-    WaitingTurns().give_way()
+    assert not SharedTurns().is_share_over
 
 
 def test_a_turn_can_be_waited_for_by_all() -> None:
-    turns, done = WaitingTurns(), list[str]()
+    turns, done = SharedTurns(), list[str]()
     until = time.monotonic() + 0.05
     turns.take("a", waits_until(turns, lambda: time.monotonic() > until, done, "a"))
 
-    turns.finish("a")
+    assert turns.finish("a", time.monotonic() + 200.0)
 
-    assert done == ["a", "a closed"] and not turns.are_waiting
-    turns.finish("a")
+    assert done == ["a", "a closed"] and not turns.is_left("a")
+    assert turns.finish("a", 0.0)
+
+
+def test_whoever_waits_for_a_turn_gives_up_in_time() -> None:
+    turns, done = SharedTurns(), list[str]()
+    turns.take("a", waits_until(turns, lambda: False, done, "a"))
+
+    assert not turns.finish("a", time.monotonic() + 0.02)
+
+    assert turns.is_left("a") and not done
+
+
+def test_what_others_took_is_not_the_turns_own_time() -> None:
+    turns, left = SharedTurns(), list[float]()
+
+    def turn() -> bool:
+        for _ in range(2):
+            left.append(turns.left_s)
+            turns.give_way()
+        left.append(turns.left_s)
+        return True
+
+    for _ in range(3):
+        turns.take("a", turn)
+        turns.take("b", lambda: bool(time.sleep(0.02)))
+
+    assert left[0] < 0.001 and 0.02 <= left[1] <= left[2] - 0.02
 
 
 def test_what_a_turn_raises_after_it_waited_reaches_whoever_goes_on_with_it() -> None:
-    turns = WaitingTurns()
+    turns = SharedTurns()
 
     def turn() -> bool:
         turns.wait(0.001)
@@ -98,28 +125,28 @@ def test_what_a_turn_raises_after_it_waited_reaches_whoever_goes_on_with_it() ->
     time.sleep(0.002)
     with pytest.raises(ValueError, match="rows"):
         turns.take("a", turn)
-    assert not turns.are_waiting and turns.take("a", lambda: True)
+    assert not turns.is_left("a") and turns.take("a", lambda: True)
 
 
 def test_a_turn_that_is_given_up_closes_what_it_opened_and_goes_no_further() -> None:
-    turns, done = WaitingTurns(), list[str]()
+    turns, done = SharedTurns(), list[str]()
     turns.take("a", waits_until(turns, lambda: False, done, "a"))
 
     turns.abandon("a")
     turns.abandon("a")
 
-    assert done == ["a closed"] and not turns.are_waiting and turns.take("a", lambda: True)
+    assert done == ["a closed"] and not turns.is_left("a") and turns.take("a", lambda: True)
 
 
 def test_outside_a_turn_seconds_pass() -> None:
     before = time.monotonic()
-    WaitingTurns().wait(0.02)
+    SharedTurns().wait(0.02)
     assert time.monotonic() - before >= 0.02
 
 
 def test_plain_turns_are_taken_to_their_end() -> None:
     turns = PlainTurns()
-    assert turns.take("a", lambda: True) and not turns.take("a", lambda: False) and not turns.are_waiting
+    assert turns.take("a", lambda: True) and not turns.take("a", lambda: False) and not turns.is_left("a")
     turns.give_way()
-    turns.finish("a")
+    assert turns.finish("a", 0.0)
     turns.abandon("a")

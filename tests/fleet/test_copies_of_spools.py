@@ -247,32 +247,65 @@ def test_a_run_whose_node_is_waited_for_holds_its_share_and_leaves_the_others_th
     fleet.settle()
     silent = fleet.nodes.pop("b")
     monkeypatch.setattr(copied_runs, "MAX_HELD_BYTES", 3000)
-    for number in range(40):
+    for number in range(25):
         for node, num_bytes in (("a", 500), ("c", 100)):
             write(spools[node], "000000.spool", bytes([number]) * num_bytes)
+        fleet.talk()
+        assert fleet.copies.has_room()
         fleet.settle()
-        assert not fleet.copies.is_full and fleet.copies.health().held_bytes <= 2000
+        assert fleet.copies.health().held_bytes < 4000
         assert spool_bytes(fleet.joined / "well" / "spool" / folders["c"]) == spool_bytes(spools["c"])
-        fleet.now -= 0.6  # Nobody is silent for so long that it is waited for no more.
 
     assert fleet.copies.counts["dropped"] and not fleet.problems
+    assert "run stuck: 0 MiB wait for nodes that are behind, b; more of it is dropped" in fleet.copies.health().problems[0]
     fleet.nodes["b"] = silent
-    for _ in range(40):
-        fleet.now += RESEND_S
+    # What was dropped comes again, though the node goes on writing all the time.
+    for number in range(25):
+        write(spools["a"], "000000.spool", bytes([number]) * 20)
         fleet.settle()
+    fleet.now += RESEND_S
+    fleet.settle()
     assert spool_bytes(fleet.joined / "stuck" / "spool" / FOLDER) == spool_bytes(spools["a"])
-    assert not fleet.copies.health().held_bytes
+    fleet.now += SILENT_S
+    fleet.settle()
+    assert not fleet.copies.health().held_bytes and not fleet.copies.health().problems
 
 
-def test_a_run_alone_holds_all_that_may_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(tmp_path, "a", "b")
-    write(tmp_path / "a" / "run" / "spool" / FOLDER, "000000.spool", b"x" * 3000)
+@pytest.mark.parametrize("waits_s", [0.0, 2.0 * copied_runs.STUCK_S], ids=["a moment", "long"])
+def test_a_run_alone_is_dropped_nothing_of_and_nothing_more_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_s: float
+) -> None:
+    fleet = Fleet(tmp_path, "a", "b", "old")
+    write(tmp_path / "old" / "ended" / "spool" / FOLDER, "000000.spool", b"x" * 100)
+    fleet.settle()
+    write(tmp_path / "a" / "run" / "spool" / FOLDER, "000000.spool", b"x" * 5000)
     write(tmp_path / "b" / "run" / "spool" / "r00004-0123abcd", "000000.spool", b"x" * 100)
     fleet.talk()
     monkeypatch.setattr(copied_runs, "MAX_HELD_BYTES", 3000)
     for chunk in fleet.chunks("a"):
         fleet.copies.take_chunk(chunk)
-    assert fleet.copies.is_full and not fleet.copies.counts["dropped"]
+    fleet.now += waits_s
+    assert not fleet.copies.has_room() and not fleet.copies.counts["dropped"]
+    assert "nothing more is taken" in fleet.copies.health().problems[0]
+
+
+def test_what_was_lost_comes_again_while_all_ranks_go_on_writing(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a", "b")
+    spools = [tmp_path / "a" / "run" / "spool" / f"r{rank:05d}-0123abcd" for rank in range(4)]
+    spools.append(tmp_path / "b" / "run" / "spool" / "r00004-0123abcd")
+    for at in range(80):
+        for spool in spools:
+            write(spool, "000000.spool", bytes([at]) * 10)
+        fleet.talk(is_drained=at % 2 == 0)
+        for node in fleet.nodes:
+            for chunk in fleet.chunks(node):
+                if not (at == 20 and chunk.folder == spools[1].name):
+                    fleet.copies.take_chunk(chunk)
+        fleet.copies.release()
+    # More is on its way at each moment: nothing of this run is ever drained.
+    for spool in spools:
+        have = spool_bytes(fleet.joined / "run" / "spool" / spool.name)["000000.spool"]
+        assert len(have) >= 780 and spool_bytes(spool)["000000.spool"].startswith(have)
 
 
 def test_the_join_says_which_node_is_silent_behind_or_refused_and_which_disk_is_full(

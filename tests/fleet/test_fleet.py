@@ -289,7 +289,7 @@ def test_a_stream_at_its_limit_is_said_and_nothing_is_lost(
     asyncio.run(make_a_small_stream())
     # A join answers, so that nodes begin, and takes nothing: each message stays where it is.
     join = Join(tmp_path / "joined", broker.url)
-    monkeypatch.setattr(CopiedRuns, "is_full", True)
+    monkeypatch.setattr(CopiedRuns, "has_room", lambda self: False)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: any("maximum bytes exceeded" in one.shipping.blocked for one in shippers))
     said = wait_for(lambda: [one for one in asyncio.run(overhear(config, 0.6)) if one.blocked])

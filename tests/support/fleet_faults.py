@@ -366,7 +366,7 @@ class WorkingJoin:
     def _take(self) -> None:
         world = self.world
         batch = [(seq, data) for seq, data in world.stream if seq > self._position][:64]
-        if self.copies.is_full:
+        if not self.copies.has_room():
             return
         if world.rng.random() < 0.2:
             world.rng.shuffle(batch)
