@@ -42,7 +42,10 @@ def families(join: JoinHealth | None) -> Iterator[Metric]:
         ("chunks", "Chunks of spools that came."),
         ("bytes", "Bytes that were new here."),
         ("repeated", "Chunks that were here already."),
-        ("dropped", "Chunks for which there was no room, and which come again: too early, or of a run that waits for a node."),
+        (
+            "dropped",
+            "Chunks for which there was no room, and which come again: too early, or of a run that waits for a node.",
+        ),
         ("refused", "Chunks and beats that were not taken from who sent them."),
         ("digested_steps", "Steps of runs of which digests of nodes were used."),
         ("fetched_steps", "Steps whose rows were asked for, for something in them was looked at row by row."),
