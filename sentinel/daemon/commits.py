@@ -43,9 +43,9 @@ class StepCommits:
         self.seq = self.judged
         """The decision whose state the stages are in."""
         self.num_onsets = journal.found.num_onsets()
-        """Anomalies since the run began."""
+        """Anomalies since the run began, of which the journal has all: who sees this number change may ask for them."""
         self.num_revisions = 0
-        """Revisions of incidents since this was made: it only grows."""
+        """Revisions of incidents since this was made, of which the journal has all: it only grows."""
         self._journal, self._files, self._alerts = journal, files, alerts
         self._snapshots, self._acknowledgement = snapshots, acknowledgement
         self._takes, self._history = takes, history
@@ -97,13 +97,11 @@ class StepCommits:
     def add(self, judgement: Judgement, stages: RunStages) -> None:
         """Take in what the decision that was begun last brought; commits when many have come together."""
         if self._commit is None:
-            self._commit, self._num_decisions = Commit(judged=self.seq), 0
+            self._commit, self._num_decisions = Commit(judged=self.seq, num_onsets=self.num_onsets), 0
         self.judged = self._commit.judged = self.seq
         self._num_decisions += 1
         self._commit.anomalies += [(self.seq, _found(one)) for one in judgement.anomalies]
-        self.num_onsets += sum(one.event == "onset" for one in judgement.anomalies)
-        self.num_revisions += len(judgement.incidents)
-        self._commit.num_onsets = self.num_onsets
+        self._commit.num_onsets += sum(one.event == "onset" for one in judgement.anomalies)
         now = time.time()
         for incident in judgement.incidents:
             line = json_line(incident)
@@ -131,6 +129,8 @@ class StepCommits:
             commit.snapshot = snapshot_of(stages, self._files.positions).body
         self._journal.commit(commit)
         self._commit = None
+        self.num_onsets = max(self.num_onsets, commit.num_onsets)
+        self.num_revisions += len(commit.incidents)
         if with_snapshot:
             self._snapshots.kept(commit.judged, begun)
         self._files.append(commit)

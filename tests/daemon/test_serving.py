@@ -634,3 +634,25 @@ def test_an_end_that_is_decided_after_a_restart_is_of_the_same_moment(tmp_path: 
     ended = msgspec.json.decode(result_bytes(tmp_path / "golden" / "run")[1].splitlines()[-1], type=Incident)
     assert ended.state == "ended"
     assert result_bytes(tmp_path / "restarted" / "run") == result_bytes(tmp_path / "golden" / "run")
+
+
+def test_what_is_said_to_be_found_is_in_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = planted_run(tmp_path / "run")
+    source.write(60)
+    source.end()
+    run = served(tmp_path / "run")
+    seen = list[tuple[int, int]]()
+
+    def advanced() -> None:
+        found, *_ = run.status.changes().found
+        journal = Journal(RunPaths.of(tmp_path / "run").journal, read_only=True)
+        seen.append((found, journal.found.num_onsets()))
+        journal.close()
+
+    monkeypatch.setattr(run, "_advanced", advanced)
+    catch_up(run)
+    said = run.status.changes().found[0]
+    run.close()
+
+    # Steps of one turn are committed together.
+    assert len(seen) > 50 and said > 0 and all(one == kept for one, kept in seen)
