@@ -20,6 +20,8 @@ from sentinel.mirrors.mirror_select import MirrorSelect
 from sentinel.printable import printable
 from sentinel.report.sinks.secret import read_secret
 
+log = logging.getLogger("sentinel.mirrors")
+
 Mode = Literal["offline", "online"]
 STEP, ATTEMPT = "step", "attempt"
 """Keys of each row of the history beside the values."""
@@ -86,7 +88,7 @@ class WandbConfig(msgspec.Struct, frozen=True, kw_only=True, tag="wandb", forbid
         # Nothing of the daemon is W&B's to record: neither its output nor its machine, its packages or its code.
         settings = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
-            disable_git=True, disable_code=True, init_timeout=INIT_S, api_key=self._key(parts.environ) or None,
+            disable_git=True, disable_code=True, host="", program="", init_timeout=INIT_S, api_key=self._key(parts.environ) or None,
         )  # fmt: skip
         try:
             run = wandb.init(
@@ -94,10 +96,16 @@ class WandbConfig(msgspec.Struct, frozen=True, kw_only=True, tag="wandb", forbid
                 dir=self.directory or str(parts.run_dir), config={"sentinel": {"run": parts.run, **parts.labels}},
                 job_type="sentinel", reinit="create_new", settings=settings,
             )  # fmt: skip
-        except (wandb.errors.CommError, TimeoutError):
+        except (wandb.Error, TimeoutError):
             _release(run_id)
             raise
-        return WandbMirror(run, run_id, int(count) if count.isdigit() else 0, parts, has_alerts=self.alerts)
+        num_rows = int(count) if count.isdigit() else 0
+        if self.mode == "online" and run.starting_step < num_rows:
+            log.warning(
+                "mirror %s of run %s: W&B has %d of %d rows; the others lie in %s, for wandb sync", self.name, parts.run,
+                run.starting_step, num_rows, Path(self.directory or parts.run_dir) / "wandb",
+            )  # fmt: skip
+        return WandbMirror(run, run_id, num_rows, parts, has_alerts=self.alerts)
 
     def _key(self, environ: Mapping[str, str]) -> str:
         variable = self.api_key_env or (KEY_VARIABLE if not self.api_key_file and environ.get(KEY_VARIABLE) else "")
@@ -139,7 +147,8 @@ class WandbMirror:
         self._run.finish()
 
     def _log(self, row: Mapping[str, float]) -> None:
-        self._run.log(row, step=self._num_rows)
+        # Without `commit` W&B keeps the newest row to itself until the next one comes.
+        self._run.log(row, step=self._num_rows, commit=True)
         self._num_rows += 1
 
     def _alert(self, mirrored: MirroredIncident) -> None:

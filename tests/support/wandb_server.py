@@ -110,6 +110,17 @@ class WandbServer:
             self._thread.join()
         self._server = self._thread = None
 
+    def answers_as_asked(self) -> None:
+        """Be there, and fail no more."""
+        self.failing, self.loses_answers = None, False
+        if self._server is None:
+            self.start()
+
+    def forget(self) -> None:
+        """Have nothing, as in the beginning."""
+        for kept in (self.runs, self.artifacts, self.alerts, self.calls, self.unknown):
+            kept.clear()
+
     def answer(self, method: str, path: str, authorization: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of the answer to a request."""
         with self._lock:
@@ -117,10 +128,10 @@ class WandbServer:
             if path == "/graphql":
                 call = _operation(json.loads(body)["query"])
             self.calls.append(call)
+            if path.startswith("/sdk/otel/"):  # what the client tells of itself
+                return 200, b"{}"
             if self.failing is not None:
                 return self.failing, b'{"error": "as told"}'
-            if path.startswith("/sdk/otel/"):
-                return 200, b"{}"
             if method == "PUT":
                 return self._put(path, body)
             if _key_of(authorization) != KEY:
@@ -205,6 +216,9 @@ class WandbServer:
     def _ask_NotifyScriptableRunAlert(self, variables: dict[str, Any]) -> Any:
         self.alerts.append(variables)
         return {"notifyScriptableRunAlert": {"success": True}}
+
+    def _ask_ArtifactType(self, _: dict[str, Any]) -> Any:
+        return {"project": None}
 
     def _ask_CreateArtifact(self, variables: dict[str, Any]) -> Any:
         given = variables["input"]
