@@ -88,7 +88,8 @@ class WandbConfig(msgspec.Struct, frozen=True, kw_only=True, tag="wandb", forbid
         # Nothing of the daemon is W&B's to record: neither its output nor its machine, its packages or its code.
         settings = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
-            disable_git=True, disable_code=True, host="", program="", init_timeout=INIT_S, api_key=self._key(parts.environ) or None,
+            disable_git=True, disable_code=True, host="", program="", init_timeout=INIT_S,
+            api_key=self._key(parts.environ) or None,
         )  # fmt: skip
         try:
             run = wandb.init(
@@ -102,8 +103,8 @@ class WandbConfig(msgspec.Struct, frozen=True, kw_only=True, tag="wandb", forbid
         num_rows = int(count) if count.isdigit() else 0
         if self.mode == "online" and run.starting_step < num_rows:
             log.warning(
-                "mirror %s of run %s: W&B has %d of %d rows; the others lie in %s, for wandb sync", self.name, parts.run,
-                run.starting_step, num_rows, Path(self.directory or parts.run_dir) / "wandb",
+                "mirror %s of run %s: W&B has %d of %d rows; wandb sync --include-online has the others, of %s", self.name,
+                parts.run, run.starting_step, num_rows, Path(self.directory or parts.run_dir) / "wandb",
             )  # fmt: skip
         return WandbMirror(run, run_id, num_rows, parts, has_alerts=self.alerts)
 

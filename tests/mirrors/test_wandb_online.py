@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 
 from sentinel.anomaly import Severity
+from sentinel.errors import LogError
+from sentinel.logs.log_file import read_log
 from sentinel.mirrors import mirror_worker, wandb_mirror
 from sentinel.mirrors.mirror import Mirror, MirrorBatch, MirroredIncident, MirroredStep, MirrorParts
 from sentinel.mirrors.mirror_select import MirrorSelect
@@ -37,6 +41,30 @@ QUICKLY = {
     },
 }
 """How soon the client sends and tries again, in whole seconds; of itself it takes 15 s, and 2 s to minutes."""
+
+DAEMON = f"""
+import sys
+from pathlib import Path
+from sentinel.mirrors import mirror_worker
+from sentinel.mirrors.mirror import MirrorParts
+from sentinel.mirrors.mirror_select import MirrorSelect
+from sentinel.mirrors.wandb_mirror import WandbConfig
+from sentinel.store.journal import Journal
+from tests.support.merged_steps import FlatLayout, merged_step
+from tests.support.waiting import wait_for
+
+mirror_worker.CLOSE_S = 0.5
+here = Path(sys.argv[1])
+config = WandbConfig(mode="online", api_key_env="KEY_OF_TEAM", select=MirrorSelect(flush_s=0.05))
+parts = MirrorParts(run="run-7", key="", run_dir=here, mark="", environ={{"KEY_OF_TEAM": "{KEY}"}})
+worker = mirror_worker.MirrorWorker(config, parts, Journal(here / "journal.sqlite"), here / "wandb.json", after=0)
+for seq in (1, 2, 3):
+    worker.take(merged_step(FlatLayout(0), seq), 0.5)
+    wait_for(lambda: worker.counts.num_steps == seq)
+    sys.stdin.readline()
+worker.close()
+"""
+"""A process that mirrors a step for each line that it is given, and ends."""
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +121,14 @@ def the_run(server: WandbServer) -> WandbRun:
 def rows_of(run: WandbRun) -> list[tuple[int, int, int]]:
     """Return (number of the row, attempt, step) of each row of a step, in their order."""
     return [(row["_step"], row["attempt"], row["step"]) for row in run.history if "loss" in row]
+
+
+def steps_on_disk(run_dir: Path) -> list[int]:
+    """Return the steps that W&B's own file of the only run in a directory has so far."""
+    (file,) = run_dir.glob("wandb/run-*/run-*.wandb")
+    with contextlib.suppress(LogError):
+        return [int(step) for step in read_log(file).steps]
+    return []
 
 
 def numbered(*steps: int, first: int = 0) -> list[tuple[int, int, int]]:
@@ -237,7 +273,7 @@ def test_rows_that_the_client_gave_up_are_said_by_the_next_daemon_which_goes_on_
     second.write(MirrorBatch(steps=steps_of(4, 5)))
     second.close(is_over=True)
 
-    assert f"W&B has 2 of 4 rows; the others lie in {tmp_path / 'wandb'}, for wandb sync" in caplog.text
+    assert f"W&B has 2 of 4 rows; wandb sync --include-online has the others, of {tmp_path / 'wandb'}" in caplog.text
     assert rows_of(the_run(server)) == [*numbered(0, 1), *numbered(4, 5, first=4)]
 
 
@@ -266,3 +302,21 @@ def test_a_daemon_begins_while_the_server_is_away_and_mirrors_all_when_it_comes(
 
     assert rows_of(the_run(server)) == numbered(0, 1, 2) and worker.problem == "" and worker.counts.num_dropped == 0
     assert "is written again" in caplog.text and KEY not in caplog.text
+
+
+def test_a_daemon_ends_soon_while_the_server_is_away_and_has_its_rows_on_disk(server: WandbServer, tmp_path: Path) -> None:
+    daemon = subprocess.Popen([sys.executable, "-c", DAEMON, str(tmp_path)], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert daemon.stdin is not None
+        wait_for(lambda: server.runs and rows_of(the_run(server)), "the first row")
+        server.stop()
+        began = time.monotonic()
+        _, said = daemon.communicate(b"\n\n\n", timeout=60)
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+    assert daemon.returncode == 0 and time.monotonic() - began < 30.0 and KEY.encode() not in said
+    assert rows_of(the_run(server)) == numbered(0)
+    # W&B's process writes its file behind the end of ours.
+    wait_for(lambda: steps_on_disk(tmp_path) == [0, 1, 2], timeout_s=30.0)
