@@ -83,7 +83,7 @@ class WandbServer:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._lock = threading.Lock()
-        self._server: http.server.ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
@@ -239,7 +239,7 @@ class WandbServer:
         return {"id": artifact, "file": file}
 
     def _ask_CreateArtifactFiles(self, variables: dict[str, Any]) -> Any:
-        edges = [
+        edges: list[dict[str, Any]] = [
             {"node": {"storagePath": f"{one['artifactID']}/{one['name']}", "uploadHeaders": [], "uploadMultipartUrls": None,
                       "uploadUrl": f"{self.url}/artifacts/{one['artifactID']}/{one['name']}",
                       "artifact": {"id": one["artifactID"]}}}
