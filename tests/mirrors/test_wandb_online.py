@@ -290,7 +290,6 @@ def test_a_daemon_begins_while_the_server_is_away_and_mirrors_all_when_it_comes(
     monkeypatch.setattr(wandb_mirror, "INIT_S", 0.5)
     monkeypatch.setattr(mirror_worker, "RETRY_S", 0.1)
     monkeypatch.setattr(mirror_worker, "CLOSE_S", 60.0)
-    monkeypatch.setenv("KEY_OF_TEAM", KEY)
     caplog.set_level(logging.INFO)
     server.stop()
     config = WandbConfig(mode="online", api_key_env="KEY_OF_TEAM", select=MirrorSelect(flush_s=0.05))
