@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from sentinel.mirrors.mirror_select import MirrorSelect
 from sentinel.printable import printable
 from sentinel.report.sinks.secret import read_secret
 
+log = logging.getLogger("sentinel.mirrors")
+
 Mode = Literal["offline", "online"]
 STEP, ATTEMPT = "step", "attempt"
 """Keys of each row of the history beside the values."""
@@ -28,6 +31,8 @@ AT_ONCE = timedelta(milliseconds=1)
 """Between two alerts of one title; W&B takes 0 for its default, a minute."""
 INIT_S = 30.0
 """Seconds that W&B has for the beginning of a run."""
+RELEASE_S = 5.0
+"""Seconds that W&B's process has to let go of a run that could not begin."""
 _LEVELS = {Severity.INFO: "INFO", Severity.WARNING: "WARN", Severity.CRITICAL: "ERROR"}
 
 
@@ -83,14 +88,25 @@ class WandbConfig(msgspec.Struct, frozen=True, kw_only=True, tag="wandb", forbid
         # Nothing of the daemon is W&B's to record: neither its output nor its machine, its packages or its code.
         settings = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
-            disable_git=True, disable_code=True, init_timeout=INIT_S, api_key=self._key(parts.environ) or None,
+            disable_git=True, disable_code=True, host="", program="", init_timeout=INIT_S,
+            api_key=self._key(parts.environ) or None,
         )  # fmt: skip
-        run = wandb.init(
-            project=self.project, entity=self.entity or None, id=run_id, name=parts.run, mode=self.mode, resume="allow",
-            dir=self.directory or str(parts.run_dir), config={"sentinel": {"run": parts.run, **parts.labels}},
-            job_type="sentinel", reinit="create_new", settings=settings,
-        )  # fmt: skip
-        return WandbMirror(run, run_id, int(count) if count.isdigit() else 0, parts, has_alerts=self.alerts)
+        try:
+            run = wandb.init(
+                project=self.project, entity=self.entity or None, id=run_id, name=parts.run, mode=self.mode, resume="allow",
+                dir=self.directory or str(parts.run_dir), config={"sentinel": {"run": parts.run, **parts.labels}},
+                job_type="sentinel", reinit="create_new", settings=settings,
+            )  # fmt: skip
+        except (wandb.Error, TimeoutError):
+            _release(run_id)
+            raise
+        num_rows = int(count) if count.isdigit() else 0
+        if self.mode == "online" and run.starting_step < num_rows:
+            log.warning(
+                "mirror %s of run %s: W&B has %d of %d rows; wandb sync --include-online has the others, of %s", self.name,
+                parts.run, run.starting_step, num_rows, Path(self.directory or parts.run_dir) / "wandb",
+            )  # fmt: skip
+        return WandbMirror(run, run_id, num_rows, parts, has_alerts=self.alerts)
 
     def _key(self, environ: Mapping[str, str]) -> str:
         variable = self.api_key_env or (KEY_VARIABLE if not self.api_key_file and environ.get(KEY_VARIABLE) else "")
@@ -132,7 +148,8 @@ class WandbMirror:
         self._run.finish()
 
     def _log(self, row: Mapping[str, float]) -> None:
-        self._run.log(row, step=self._num_rows)
+        # Without `commit` W&B keeps the newest row to itself until the next one comes.
+        self._run.log(row, step=self._num_rows, commit=True)
         self._num_rows += 1
 
     def _alert(self, mirrored: MirroredIncident) -> None:
@@ -148,3 +165,17 @@ class WandbMirror:
 def _key(name: str) -> str:
     """Return a name as a key of the history; what begins with an underscore is W&B's own."""
     return f"logged{name}" if name.startswith("_") or name in (STEP, ATTEMPT) else name
+
+
+def _release(run_id: str) -> None:
+    """Have W&B's process let go of a run that could not begin: it keeps the id, and refuses it as one that is in use.
+
+    It is only let go of behind an end: without one the process waits, and so do all other runs of it.
+    """
+    import wandb
+
+    with contextlib.suppress(Exception):
+        service = wandb.setup().assert_service()
+        _, interface = service.inform_attach(attach_id=run_id)
+        interface.deliver_exit(1).wait_or(timeout=RELEASE_S)
+        service.inform_finish(run_id=run_id)

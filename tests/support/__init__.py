@@ -25,6 +25,7 @@
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
 | show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
 | have a run of Weights & Biases that its own client wrote | `wandb_run`: `write_wandb_run` |
+| have a server of Weights & Biases that its own client takes for one | `wandb_server`: `WandbServer`, which may fail |
 | have a rank that traces tensors | `traces`: `TracingRank`, a step at a time |
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
