@@ -25,6 +25,14 @@ from sentinel.fleet.run_key import RunKey
 @click.option(
     "--stream-mib", default=STREAM_BYTES >> 20, show_default=True, metavar="MIB", help="Most that the stream holds."
 )
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 5),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Servers of a NATS cluster that each hold the streams: 3 outlive the loss of one.",
+)
 @click.option("--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon.")
 @click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name.")
 @allow_code_option()
@@ -46,6 +54,7 @@ def join(
     directory: str,
     broker: BrokerConfig,
     stream_mib: int,
+    replicas: int,
     state_dir: str | None,
     packs: tuple[str, ...],
     config: str | None,
@@ -91,7 +100,7 @@ def join(
     lease = JoinLease(
         name, LeaseTimes.of(takeover_s), floor=lambda: highest_epoch(where, Path(state_dir) if state_dir else None)
     )
-    intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20, key=key)
+    intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20, replicas=replicas, key=key)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),

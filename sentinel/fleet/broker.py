@@ -143,20 +143,21 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     return client
 
 
-async def ensure_streams(jetstream: JetStreamContext, max_bytes: int) -> None:
+async def ensure_streams(jetstream: JetStreamContext, max_bytes: int, replicas: int = 1) -> None:
     """Make the streams of chunks and of leases where there are none. By the join alone: nodes administer no streams.
 
-    max_bytes: of the stream of chunks.
+    max_bytes: of the stream of chunks. replicas: servers of a cluster that each have all of both; streams that have fewer
+    get as many, and none is taken from any.
     """
     from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
     from nats.js.errors import NotFoundError
 
     leases = StreamConfig(
-        name=LEASES, subjects=[LEASE], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=1,
+        name=LEASES, subjects=[LEASE], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=replicas,
         discard=DiscardPolicy.OLD, max_msgs=MAX_RECORDS, duplicate_window=0.1,
     )  # fmt: skip
     chunks = StreamConfig(
-        name=STREAM, subjects=[RAW], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=1,
+        name=STREAM, subjects=[RAW], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=replicas,
         discard=DiscardPolicy.NEW, max_bytes=max_bytes, duplicate_window=0.1,
     )  # fmt: skip
     for config in (leases, chunks):
@@ -171,3 +172,7 @@ async def ensure_streams(jetstream: JetStreamContext, max_bytes: int) -> None:
                 found.subjects = config.subjects
                 await jetstream.update_stream(found)
                 log.info("stream %s: takes %s now", config.name, ", ".join(config.subjects or ()))
+            if (found.num_replicas or 1) < replicas:
+                found.num_replicas = replicas
+                await jetstream.update_stream(found)
+                log.info("stream %s: is on %d servers now", config.name, replicas)

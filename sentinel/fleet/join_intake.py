@@ -50,6 +50,7 @@ class JoinIntake:
         lease: JoinLease,
         *,
         stream_bytes: int = STREAM_BYTES,
+        replicas: int = 1,
         key: RunKey | None = None,
     ) -> None:
         """lease: of this process alone. stream_bytes: most that the stream of chunks holds, where it is made here.
@@ -65,7 +66,7 @@ class JoinIntake:
         """Bytes of the messages that were taken from the stream."""
         self.is_connected = False
         """Whether there is a broker, and its stream is read."""
-        self._copies, self._broker, self._lease, self._stream_bytes = copies, broker, lease, stream_bytes
+        self._copies, self._broker, self._lease, self._streams = copies, broker, lease, (stream_bytes, replicas)
         self._has_begun = False
         """The lease is, or was, held, and what lies in the directory is known."""
         self._on_lost: Callable[[], None] = lambda: None
@@ -208,7 +209,7 @@ class JoinIntake:
 
         try:
             if not self._has_streams:
-                await ensure_streams(jetstream, self._stream_bytes)
+                await ensure_streams(jetstream, *self._streams)
             self._has_streams = False
             await self._lease.step(jetstream)
         except (TimeoutError, Error, OSError) as error:
@@ -240,7 +241,7 @@ class JoinIntake:
         jetstream = client.jetstream()
         while self._may_act:
             try:
-                await ensure_streams(jetstream, self._stream_bytes)
+                await ensure_streams(jetstream, *self._streams)
                 await self._take_all(jetstream)
             except (TimeoutError, Error, OSError) as error:
                 self.is_connected = self._is_drained = False

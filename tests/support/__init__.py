@@ -29,7 +29,7 @@
 | have a rank that traces tensors | `traces`: `TracingRank`, a step at a time |
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
-| have a broker that may be killed and lose its messages | `nats_broker`: `NatsBroker` |
+| have a broker that may be killed and lose its messages | `nats_broker`: `NatsBroker`, and `NatsCluster` of three |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |
 | have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |

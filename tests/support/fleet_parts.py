@@ -122,13 +122,16 @@ class Join:
         num_nodes: int = 2,
         lease: JoinLease | None = None,
         key: RunKey | None = None,
+        replicas: int = 1,
     ) -> None:
         """num_nodes: nothing is judged before so many have spoken, for on a busy machine one begins late."""
         directory.mkdir(exist_ok=True)
         self.run_dir = directory / "run"
         self.problems: list[str] = []
         self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
-        self.intake = JoinIntake(self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE), key=key)
+        self.intake = JoinIntake(
+            self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE), replicas=replicas, key=key
+        )
         self.ended = threading.Event()
         self.intake.start(self.ended.set)
         self.run: ServedRun | None = None

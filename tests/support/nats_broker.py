@@ -64,3 +64,28 @@ class NatsBroker:
         assert self._process.poll() is None, self._log.read_text()
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+class NatsCluster:
+    """Three servers on loopback that hold streams together; skips the test where nats-server is not installed."""
+
+    def __init__(self, directory: Path) -> None:
+        at = [f"127.0.0.1:{free_port()}" for _ in range(3)]
+        routes = ", ".join(f'"nats://{one}"' for one in at)
+        self.servers = [
+            NatsBroker(
+                directory / f"n{number}",
+                f'server_name: n{number}\ncluster {{ name: sentinel, listen: "{own}", routes: [{routes}] }}',
+            )
+            for number, own in enumerate(at)
+        ]
+        self.url = ",".join(one.url for one in self.servers)
+
+    def __enter__(self) -> NatsCluster:
+        for one in self.servers:
+            one.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.servers:
+            one.kill()
