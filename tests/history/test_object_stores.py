@@ -29,7 +29,7 @@ from sentinel.store.journal import Journal
 
 from ..support.anomalies import a_nan, an_excursion
 from ..support.merged_steps import FlatLayout, merged_step
-from ..support.object_store import ObjectStore, object_store
+from ..support.object_store import ObjectStore, google_object_store, object_store
 from ..support.waiting import wait_for
 from .test_found_rows import commit
 from .test_vector_rows import LAYOUT, histogram
@@ -50,6 +50,12 @@ NOW = 1e9
 def store() -> Iterator[ObjectStore]:
     with object_store() as one:
         yield one
+
+
+@pytest.fixture
+def google_store() -> Iterator[None]:
+    with google_object_store():
+        yield
 
 
 @pytest.fixture
@@ -104,11 +110,16 @@ def everything(*places: Path | str) -> dict[str, Any]:
         return {view: answered(connection, f"SELECT * FROM {view} ORDER BY ALL") for view in VIEWS}
 
 
-@pytest.mark.parametrize("url", ["file://{there}", "memory://runs"])
-def test_views_of_any_store_are_those_of_the_disk(written: Path, url: str, tmp_path: Path) -> None:
-    remote = pushed(written, url.format(there=tmp_path))
+@pytest.mark.parametrize("url", ["file://{there}", "memory://runs", "gs://bucket/runs"])
+def test_views_of_any_store_are_those_of_the_disk(
+    written: Path, grown: Path, url: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if url.startswith("gs:"):
+        request.getfixturevalue("google_store")
+    for run in (written, grown):
+        remote = pushed(run, url.format(there=tmp_path))
 
-    assert everything(remote.url) == everything(written)
+        assert everything(remote.url) == everything(run)
 
 
 def test_answers_of_a_store_are_those_of_the_disk(bucket: ObjectStore, written: Path) -> None:

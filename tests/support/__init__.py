@@ -35,7 +35,7 @@
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |
-| have an S3 that counts what it is asked for | `object_store`: `object_store`, by moto's server |
+| have an S3 that counts what it is asked for, or Google's store | `object_store`: `object_store`, `google_object_store` |
 
 Synthetic runs, planted faults, a clock and the battery of detectors are in `sentinel.testing`, which others have too.
 """

@@ -81,3 +81,20 @@ def object_store() -> Iterator[ObjectStore]:
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+@contextlib.contextmanager
+def google_object_store() -> Iterator[None]:
+    """Have a store that speaks as Google's does, with a bucket `bucket`, which gcsfs finds by the environment."""
+    from gcp_storage_emulator.server import create_server
+
+    port = free_port()
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        try:
+            yield
+        finally:
+            server.stop()
