@@ -2,18 +2,22 @@
 
     python benchmarks/history.py [--tensors 1000] [--steps 100000] [--judged-steps 400] [--rounds 5]
 
-Judging: a synthetic run is judged twice by turns, with `history.enabled` and without, from its spool to the end; seconds of
-the thread that judges, and by the clock. Questions: of moments that nobody trained, written at full rate; those of a million
-steps: `history_scale.py`.
+Judging: a synthetic run is judged by turns with `history.enabled`, without, and without beside a process of another program
+that moves memory, from its spool to the end; seconds of the thread that judges, and by the clock. What the third takes
+longer than the second is the machine, whose cores share a cache and a memory. Questions: of moments that nobody trained,
+written at full rate; those of a million steps: `history_scale.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -47,6 +51,19 @@ def judged_s(run_dir: Path, *, is_enabled: bool) -> tuple[float, float]:
     run.close()
     shutil.rmtree(copy)
     return took
+
+
+@contextlib.contextmanager
+def beside_another() -> Iterator[None]:
+    """Have a process of another program sort and copy memory until the block ends."""
+    words = "import numpy as np; a = np.random.rand(2_000_000); o = np.random.permutation(len(a))"
+    moving = f"{words}\nwhile True: b = np.concatenate([a, a[o]])"
+    with subprocess.Popen([sys.executable, "-c", moving]) as process:
+        try:
+            time.sleep(0.5)
+            yield
+        finally:
+            process.kill()
 
 
 def written(run_dir: Path, num_tensors: int, num_steps: int) -> tuple[float, float]:
@@ -94,11 +111,18 @@ def main() -> None:
         source.write(options.judged_steps)
         source.end()
         print(f"judging {options.judged_steps} steps of {source.rows_per_step} rows, by turns, {options.rounds} rounds:")
-        both = [[judged_s(folder / "run", is_enabled=one) for one in (False, True)] for _ in range(options.rounds)]
+        rounds = []
+        for _ in range(options.rounds):
+            off, on = (judged_s(folder / "run", is_enabled=one) for one in (False, True))
+            with beside_another():
+                rounds.append((off, on, judged_s(folder / "run", is_enabled=False)))
         for name, at in (("thread that judges", 0), ("by the clock", 1)):
-            off, on = (median(one[which][at] for one in both) for which in (0, 1))
-            ratio = median(one[1][at] / one[0][at] for one in both)
-            print(f"  {name}: {off:.2f} s without, {on:.2f} s with a history; ratio of pairs {ratio:.3f}")
+            off_s, on_s, beside_s = (median(one[which][at] for one in rounds) for which in (0, 1, 2))
+            alone, beside = (median(one[1][at] / one[which][at] for one in rounds) for which in (0, 2))
+            print(
+                f"  {name}: {off_s:.2f} s without, {on_s:.2f} s with a history, {beside_s:.2f} s without, beside another "
+                f"process; with a history {alone:.3f} of without, {beside:.3f} of beside another (medians of pairs)"
+            )
         rate, size = written(folder / "long", options.tensors, options.steps)
         print(
             f"writing {options.steps} steps x {options.tensors} tensors: {rate / 1e6:.2f} M records/s, {size:.1f} B a record"
