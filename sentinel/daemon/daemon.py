@@ -120,7 +120,8 @@ class Daemon:
         self._environ = environ
         self._systemd = Systemd.of(environ)
         self._requests = LoopRequests()
-        self._meters = DaemonMeters()
+        # What the others take while a turn is left is none of its stages' own.
+        self._meters = DaemonMeters(lambda: time.perf_counter() - options.turns.left_s)
         self._runs = ServedRuns(
             options.directory, options.state_dir, options.turns, is_owned=options.is_owned, joined=self._take_in,
             left=self._let_go,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sentinel.report.durations import DurationCounts
@@ -18,8 +18,9 @@ DISK_S = 10.0
 class DaemonMeters:
     """Written by the loop and read by scrapes."""
 
-    def __init__(self) -> None:
-        self.stages = StageTimes()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """clock: as of `StageTimes`."""
+        self.stages = StageTimes(clock)
         self.judge_lag = DurationCounts(LAG_BOUNDS_S)
         self.disks: dict[str, tuple[int, int]] = {}
         """Name of a directory -> (free bytes, bytes) of its file system; replaced, never changed."""

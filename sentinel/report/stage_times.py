@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,7 +17,9 @@ STAGES: tuple[str, ...] = ("follow", "assemble", "judge", "commit", "notify")
 class StageTimes:
     """Seconds and items of each stage since the daemon started. Any thread may add."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """clock: seconds that pass for whoever measures."""
+        self._clock = clock
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._items = dict.fromkeys(STAGES, 0)
         self._mutex = threading.Lock()
@@ -31,23 +33,23 @@ class StageTimes:
     @contextlib.contextmanager
     def measure(self, stage: str, num_items: int = 0) -> Iterator[None]:
         """Count the time of the block, and these items."""
-        begun = time.perf_counter()
+        begun = self._clock()
         try:
             yield
         finally:
-            self.add(stage, time.perf_counter() - begun, num_items)
+            self.add(stage, self._clock() - begun, num_items)
 
     def each(self, stage: str, items: Iterable[T]) -> Iterator[T]:
         """Yield what a stage makes as it is asked for, and count the time it takes to make it."""
         iterator = iter(items)
         while True:
-            begun = time.perf_counter()
+            begun = self._clock()
             try:
                 one = next(iterator)
             except StopIteration:
-                self.add(stage, time.perf_counter() - begun, 0)
+                self.add(stage, self._clock() - begun, 0)
                 return
-            self.add(stage, time.perf_counter() - begun, 1)
+            self.add(stage, self._clock() - begun, 1)
             yield one
 
     def read(self) -> dict[str, tuple[float, int]]:

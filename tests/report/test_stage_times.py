@@ -24,3 +24,15 @@ def test_time_is_counted_where_the_stage_fails():
 
     seconds, num_items = times.read()["judge"]
     assert num_items == 2 and seconds > 0
+
+
+def test_only_the_seconds_of_its_own_clock_count():
+    now = [100.0]
+    times = StageTimes(lambda: now[0])
+
+    with times.measure("judge"):
+        now[0] += 2.0
+    for one in times.each("assemble", iter([1, 2])):
+        now[0] += one
+
+    assert (times.read()["judge"], times.read()["assemble"]) == ((2.0, 0), (0.0, 2))
