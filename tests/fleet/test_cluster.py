@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,46 +35,74 @@ def stream_of(url: str) -> tuple[str, dict[str, int]]:
     return asyncio.run(ask())
 
 
+class WatchedRun:
+    """A run of two nodes on a cluster, with its shippers and its join."""
+
+    def __init__(self, where: Path, cluster: NatsCluster) -> None:
+        self.run = small_run(where / "whole" / "run", file_bytes=40_000)
+        self.run.plant(nan_on(self.run, 3), LossJump(step=15, factor=50.0))
+        self.run.write(8)
+        self.nodes = split(self.run, where, 2)
+        self.join = Join(where / "joined", cluster.url, replicas=3)
+        self.shippers = [Shipper(path, path.name, cluster.url) for path in self.nodes]
+
+    def goes_on(self, steps: int) -> None:
+        self.run.write(steps)
+        go_on(self.run, self.nodes)
+
+    def all_is_here(self) -> bool:
+        self.join.turn()
+        return self.join.copies.counts["bytes"] >= bytes_of(self.nodes)
+
+    def ends(self) -> None:
+        """End it, and compare what was judged."""
+        self.run.write(STEPS - self.run.step)
+        self.run.end()
+        go_on(self.run, self.nodes)
+        wait_for(self.all_is_here)
+        assert [one.end() for one in self.shippers] == [True, True]
+        self.join.finish()
+        judge_run(self.run.directory, CONFIG, is_over=True)
+        assert_same_results(self.run.directory, self.join.run_dir)
+        assert not self.join.problems
+
+
 def test_a_cluster_that_loses_servers_loses_nothing(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "whole" / "run", file_bytes=40_000)
-    run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
-    run.write(8)
-    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
     with NatsCluster(tmp_path / "cluster") as cluster:
-        join = Join(joined, cluster.url, replicas=3)
-        shippers = [Shipper(path, path.name, cluster.url) for path in nodes]
-
-        def all_is_here() -> bool:
-            join.turn()
-            return join.copies.counts["bytes"] >= bytes_of(nodes)
-
-        wait_for(all_is_here)
+        watched = WatchedRun(tmp_path, cluster)
+        wait_for(watched.all_is_here)
         leader, replicas = stream_of(cluster.url)
         assert replicas == {STREAM: 3, LEASES: 3}
         # One of three: the others elect another leader, and all goes on.
         lost = cluster.servers[int(leader[1:])]
         lost.kill()
-        run.write(8)
-        go_on(run, nodes)
-        wait_for(all_is_here)
-        assert stream_of(",".join(one.url for one in cluster.servers if one is not lost))[0] != leader
+        watched.goes_on(8)
+        wait_for(watched.all_is_here)
+        assert stream_of(cluster.url_without(lost))[0] != leader
         # Two of three hold nothing together: it waits in the spools until one is back.
         other = next(one for one in cluster.servers if one is not lost)
         other.kill()
-        run.write(STEPS - 16)
-        run.end()
-        go_on(run, nodes)
-        wait_for(lambda: any(one.shipping.blocked for one in shippers))
-        before = join.copies.counts["bytes"]
-        assert before < bytes_of(nodes)
+        watched.goes_on(2)
+        wait_for(lambda: any(one.shipping.blocked for one in watched.shippers))
+        assert not watched.all_is_here()
         other.start()
-        wait_for(all_is_here)
-        assert [one.end() for one in shippers] == [True, True]
-        join.finish()
+        watched.ends()
 
-    judge_run(run.directory, CONFIG, is_over=True)
-    assert_same_results(run.directory, join.run_dir)
-    assert not join.problems
+
+@pytest.mark.long
+def test_a_leader_that_stands_still_is_left_and_what_it_says_later_harms_nothing(tmp_path: Path) -> None:
+    with NatsCluster(tmp_path / "cluster") as cluster:
+        watched = WatchedRun(tmp_path, cluster)
+        wait_for(watched.all_is_here)
+        still = cluster.servers[int(stream_of(cluster.url)[0][1:])]
+        # Its connections stay open: nobody is told of anything.
+        still.signal(signal.SIGSTOP)
+        try:
+            watched.goes_on(8)
+            wait_for(watched.all_is_here)
+        finally:
+            still.signal(signal.SIGCONT)
+        watched.ends()
 
 
 def test_streams_of_one_server_are_put_on_more_and_on_fewer_never(tmp_path: Path) -> None:

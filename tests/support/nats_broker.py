@@ -50,6 +50,11 @@ class NatsBroker:
             self._process.wait(240)
             self._process = None
 
+    def signal(self, number: signal.Signals) -> None:
+        """Have it stand still, and go on."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def lose_messages(self) -> int:
         """Delete the messages of all streams while it is down, as after a loss of power; return the bytes that were lost."""
         assert self._process is None
@@ -80,6 +85,10 @@ class NatsCluster:
             for number, own in enumerate(at)
         ]
         self.url = ",".join(one.url for one in self.servers)
+
+    def url_without(self, left_out: NatsBroker) -> str:
+        """Return the addresses of the other servers."""
+        return ",".join(one.url for one in self.servers if one is not left_out)
 
     def __enter__(self) -> NatsCluster:
         for one in self.servers:
