@@ -345,7 +345,7 @@ def test_the_history_of_another_run_is_not_written_over(
         ("https://host/run?X-Amz-Signature=hunter2", r"https://host/run\?\*\*\*: expected a URL without credentials"),
         ("simplecache::s3://bucket/run", "expected the URL of one store"),
         ("s4://bucket/run", "s4.*known are s3, gs, abfs"),
-        ("gs://bucket/run", "pip install 'gcsfs'"),
+        ("abfs://bucket/run", "pip install 'adlfs'"),
     ],
 )
 def test_an_error_says_what_is_wrong_and_no_secret(store: ObjectStore, url: str, words: str) -> None:
