@@ -361,6 +361,7 @@ def test_the_heat_map_does_not_wait_for_the_list_of_what_there_is(browser: Brows
         page = looked.go(f"/#/runs/{GOOD}/layers", "in the order of the forward")
 
         assert page.get_by_label("kind").count() == 0, "kinds to choose from come with the list"
+        # Only who asks the page is told of its requests.
         shown(lambda: page.title() and waiting, "the question for the list")
         waiting[0].continue_()
         page.get_by_label("kind").wait_for()
