@@ -12,6 +12,7 @@ from sentinel.errors import StoreError, WireError
 from sentinel.fleet.sealed import DigestPiece, RowsPiece
 from sentinel.ingest.node_digest import MAX_DIGEST_BYTES, DigestBook, NodeDigest, decode_digest
 from sentinel.ingest.step_parts import AwayFrame
+from sentinel.printable import printable
 from sentinel.wire.frame import MAX_FRAME_BYTES, Buffer, Frame, scan
 from sentinel.wire.spool_files import file_name, read_window
 
@@ -77,7 +78,14 @@ class FetchedRows:
     def digest(self, step: int, of: tuple[tuple[bytes, int, int], ...], folders: Sequence[str]) -> NodeDigest | None:
         """Return the digest that a node made of these frames of these spools, all its own; None: there is none."""
         owners = {self._owner(folder) for folder in folders}
-        found = self._book.find(owners.pop(), step, of) if len(owners) == 1 else None
+        if len(owners) != 1:
+            return None
+        node = owners.pop()
+        try:
+            found = self._book.find(node, step, of)
+        except WireError as error:
+            log.warning("run %s: node %s: %s; its rows are asked for", self._spool_dir.parent.name, printable(node), error)
+            return None
         if found is not None and step != self._newest_step:
             self.num_steps, self._newest_step = self.num_steps + 1, step
         return found

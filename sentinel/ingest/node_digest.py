@@ -24,14 +24,18 @@ from sentinel.moments import LONE_SHARE, tails
 from sentinel.record import ROW_DTYPE, STATS_DTYPE, Kind
 from sentinel.step_view import RankStep
 
-VERSION = 1
+VERSION = 2
 MAX_JUDGED = 4096
 """Digests of so many steps before the one that was asked for last are kept: a restart of training goes back to a checkpoint,
 and its steps come while those of the former attempt are judged."""
 MAX_BYTES = 256 * 2**20
 """Most bytes of digests of one run that are kept; of what is dropped the rows are asked for."""
-OVERHEAD_BYTES = 1024
-"""Bytes that a digest takes beside its values, and about as much each rank in it: measured, of the objects of Python."""
+LEAST_STEPS = 8
+"""Digests of so many steps are kept, whatever they take: of 2,000 nodes those of one step come to 200 MB."""
+MOST_OF_NODE = 64
+"""Most digests of one step that one node has: of so many machines may it have ranks."""
+OVERHEAD_BYTES, OVERHEAD_BYTES_RANK = 1024, 256
+"""Bytes that a digest takes beside its values, and each rank in it: measured, of the objects of Python."""
 MAX_DIGEST_BYTES = 64 * 2**20
 """Most bytes of one digest, a bound on memory: some 500,000 tensors."""
 MAX_DESCRIPTORS = 1024
@@ -74,12 +78,6 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     """Of some weight one element is nearly all."""
     kinds: tuple[str, ...] = ()
     """Kinds of which all rows are carried."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that it takes, about."""
-        values = len(self.share) + len(self.stats) + len(self.present) + len(self.has_rows) + len(self.marks)
-        return values + OVERHEAD_BYTES + sum(OVERHEAD_BYTES + len(one.carried) for one in self.ranks)
 
     @property
     def of(self) -> tuple[tuple[bytes, int, int], ...]:
@@ -166,9 +164,47 @@ def carried_rows(one: DigestedRank) -> npt.NDArray[np.void]:
         raise WireError(f"digest of rank {one.rank}: expected rows of {ROW_DTYPE.itemsize} bytes, got {error}") from error
 
 
+class PackedDigest(msgspec.Struct, frozen=True, array_like=True):
+    """A digest as it travels, and as it is kept until its step is judged: what it is of, and the rest packed."""
+
+    version: int
+    step: int
+    of: tuple[tuple[bytes, int, int], ...]
+    """`NodeDigest.of`."""
+    body: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes, about."""
+        return len(self.body) + OVERHEAD_BYTES + OVERHEAD_BYTES_RANK * len(self.of)
+
+    def unpack(self) -> NodeDigest:
+        """Return the digest. WireError: there is none in it, or another."""
+        unpacked = zlib.decompressobj()
+        try:
+            body = unpacked.decompress(self.body, MAX_DIGEST_BYTES)
+            if not unpacked.eof or unpacked.unused_data:
+                raise ValueError(f"expected its end within {MAX_DIGEST_BYTES} bytes, got none or more behind it")
+            found = _DECODER.decode(body)
+        except _MALFORMED as error:
+            raise WireError(f"digest of step {self.step}: expected what ranks of a machine come to, got {error}") from error
+        ranks = [one.rank for one in found.ranks]
+        if ranks != sorted(set(ranks)) or not ranks or ranks[0] < 0:
+            raise WireError(f"digest of step {self.step}: expected ranks in rising order, got {ranks[:8]}")
+        if (found.version, found.step, found.of) != (self.version, self.step, self.of):
+            raise WireError(
+                f"digest of step {self.step}: expected what its head says, got step {found.step} of other frames"
+            )
+        found = _against_each_other(found, is_reading=True)
+        for one in found.ranks:
+            carried_rows(one)
+        return found
+
+
 _MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, ValueError, zlib.error)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(NodeDigest)
+_PACKED_DECODER = msgspec.msgpack.Decoder(PackedDigest)
 
 
 def encode_digest(found: NodeDigest) -> bytes:
@@ -177,7 +213,21 @@ def encode_digest(found: NodeDigest) -> bytes:
     Rows that are carried stand as their difference from those of the rank before, of which they are copies as a rule: a
     rank's rows are longer than what zlib remembers.
     """
-    return zlib.compress(_ENCODER.encode(_against_each_other(found, is_reading=False)), 1)
+    body = zlib.compress(_ENCODER.encode(_against_each_other(found, is_reading=False)), 1)
+    return _ENCODER.encode(PackedDigest(found.version, found.step, found.of, body))
+
+
+def decode_digest(data: bytes) -> PackedDigest:
+    """Return the digest that these bytes are, not looked into yet. WireError: they are none, or of a newer version."""
+    try:
+        found = _PACKED_DECODER.decode(data)
+    except _MALFORMED as error:
+        raise WireError(f"digest of {len(data)} bytes: expected a step of a machine, got {error}") from error
+    if found.version != VERSION:
+        raise WireError(
+            f"digest of version {found.version}: expected {VERSION}; install the same sentinel on nodes and join"
+        )
+    return found
 
 
 def _against_each_other(found: NodeDigest, *, is_reading: bool) -> NodeDigest:
@@ -193,58 +243,40 @@ def _against_each_other(found: NodeDigest, *, is_reading: bool) -> NodeDigest:
     return msgspec.structs.replace(found, ranks=tuple(ranks))
 
 
-def decode_digest(data: bytes) -> NodeDigest:
-    """Return the digest that these bytes are. WireError: they are none, or of a newer version."""
-    unpacked = zlib.decompressobj()
-    try:
-        body = unpacked.decompress(data, MAX_DIGEST_BYTES)
-        if not unpacked.eof or unpacked.unused_data:
-            raise ValueError(f"expected its end within {MAX_DIGEST_BYTES} bytes, got none or more behind it")
-        found = _DECODER.decode(body)
-    except _MALFORMED as error:
-        raise WireError(f"digest of {len(data)} bytes: expected a step of a machine, got {error}") from error
-    if found.version > VERSION:
-        raise WireError(
-            f"digest of version {found.version}: expected {VERSION} at most; install the same sentinel on nodes and join"
-        )
-    ranks = [one.rank for one in found.ranks]
-    if ranks != sorted(set(ranks)) or not ranks or ranks[0] < 0:
-        raise WireError(f"digest of step {found.step}: expected ranks in rising order, got {ranks[:8]}")
-    found = _against_each_other(found, is_reading=True)
-    for one in found.ranks:
-        carried_rows(one)
-    return found
-
-
 class DigestBook:
     """The digests of a run, by node and by the frames that they are made of. For any thread."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         """max_bytes: most that are kept. Where there are more the steps before the one that was asked for last go first, for
         they are judged; then the newest, which are judged last."""
-        self._of_step: dict[int, dict[tuple[str, tuple[tuple[bytes, int, int], ...]], NodeDigest]] = {}
+        self._of_step: dict[int, dict[str, dict[tuple[tuple[bytes, int, int], ...], PackedDigest]]] = {}
         self._num_bytes, self._max_bytes = 0, max_bytes
         self._asked_step = -1
         self._lock = threading.Lock()
 
-    def add(self, node: str, found: NodeDigest) -> None:
+    def add(self, node: str, found: PackedDigest) -> None:
         """Take in a digest that a node made."""
         with self._lock:
-            of_step = self._of_step.setdefault(found.step, {})
-            former = of_step.get((node, found.of))
+            of_node = self._of_step.setdefault(found.step, {}).setdefault(node, {})
+            former = of_node.pop(found.of, None)
+            if former is None and len(of_node) >= MOST_OF_NODE:
+                former = of_node.pop(next(iter(of_node)))
             self._num_bytes += found.num_bytes - (0 if former is None else former.num_bytes)
-            of_step[node, found.of] = found
+            of_node[found.of] = found
             oldest = min(self._of_step)
-            while oldest < self._asked_step - MAX_JUDGED or (self._num_bytes > self._max_bytes and len(self._of_step) > 1):
+            while oldest < self._asked_step - MAX_JUDGED or (
+                self._num_bytes > self._max_bytes and len(self._of_step) > LEAST_STEPS
+            ):
                 dropped = self._of_step.pop(oldest if oldest < self._asked_step else max(self._of_step))
-                self._num_bytes -= sum(one.num_bytes for one in dropped.values())
+                self._num_bytes -= sum(one.num_bytes for of_node in dropped.values() for one in of_node.values())
                 oldest = min(self._of_step, default=self._asked_step)
 
     def find(self, node: str, step: int, of: tuple[tuple[bytes, int, int], ...]) -> NodeDigest | None:
-        """Return a node's digest of a step that is made of these frames; None: there is none."""
+        """Return a node's digest of a step that is made of these frames; None: there is none. WireError: it is none."""
         with self._lock:
             self._asked_step = step
-            return self._of_step.get(step, {}).get((node, of))
+            found = self._of_step.get(step, {}).get(node, {}).get(of)
+        return None if found is None else found.unpack()
 
 
 def _marked(share: NodeShare) -> npt.NDArray[np.int64]:

@@ -220,10 +220,13 @@ def peek(buffer: Buffer, offset: int = 0) -> tuple[int, int] | None:
     return (frame_type, frame_bytes) if PREFIX_BYTES <= frame_bytes <= MAX_FRAME_BYTES else None
 
 
-def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) -> Frame | Incomplete | Corrupt | Foreign:
+def scan(
+    buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0, num_behind: int = 0
+) -> Frame | Incomplete | Corrupt | Foreign:
     """Return what begins at `offset`. The payload of a Frame is a view into `buffer`, not a copy.
 
-    base, file_index: where the buffer lies in which file, for `Frame.offset_after`.
+    base, file_index: where the buffer lies in which file, for `Frame.offset_after`. num_behind: bytes of that file behind
+    the buffer, where the rows may be that are away: nobody need have read those.
     """
     view = memoryview(buffer)
     available = len(view) - offset
@@ -237,13 +240,12 @@ def scan(buffer: Buffer, offset: int = 0, base: int = 0, file_index: int = 0) ->
         or not PREFIX_BYTES <= frame_bytes <= MAX_FRAME_BYTES
     ):
         return _corrupt(buffer, offset)
-    if available < frame_bytes:
-        return Incomplete(frame_bytes)
-    end = offset + frame_bytes
-    rest = offset + _CRC_OFFSET + 4
     is_away = frame_type == FrameType.ROWS_AWAY
-    if is_away:
-        end = min(end, offset + words * 8)
+    needed = min(frame_bytes, words * 8) if is_away else frame_bytes
+    if available < needed or available + num_behind < frame_bytes:
+        return Incomplete(needed if available < needed else frame_bytes)
+    end = offset + needed
+    rest = offset + _CRC_OFFSET + 4
     is_large = end - offset >= LARGE_BYTES
     if crc != (crc32(buffer, _BEGUN_CRC, rest, end) if is_large else zlib.crc32(view[rest:end], _BEGUN_CRC)):
         return _corrupt(buffer, offset)

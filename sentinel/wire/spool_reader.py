@@ -7,11 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.wire.frame import DESCRIPTIONS, Corrupt, Foreign, Frame, scan
+from sentinel.wire.frame import DESCRIPTIONS, Corrupt, Foreign, Frame, FrameType, scan
 from sentinel.wire.spool_files import KeptFile, covering, file_name, next_place, read_window
 
 READ_BYTES = 16 * 2**20
 """Most bytes of one file that one poll takes in, unless a single frame is longer."""
+AWAY_BYTES = 4 * 2**10
+"""Read at a time where rows are away: what is between those of two steps, and not their place."""
 LOOK_POLLS = 64
 """The folder is listed at least once in so many polls that brought nothing."""
 
@@ -29,7 +31,9 @@ class SpoolReader:
         self.directory = Path(directory)
         self._folder = str(self.directory)
         self._wanted = 0
-        """Bytes of the frame that the last window ended within."""
+        """Bytes behind the offset up to the end of the frame that the last window ended within."""
+        self._has_away = False
+        """Whether the newest rows were away."""
         self.file_index = file_index
         """Of the file that is read; of what is kept of several, the last."""
         self.offset = offset
@@ -66,27 +70,30 @@ class SpoolReader:
         """
         frames: list[Frame] = []
         self.is_caught_up = True
-        while not frames:
+        until = self.offset + max_bytes
+        while not frames or (self._has_away and not self.is_caught_up and self.offset < until):
             # Looked for before reading: a writer begins a new file only when it has done with the last.
             has_newer = self._has_newer(final)
-            data = self._read(max_bytes)
-            if data is None:
-                if not self._go_round():
+            window = min(max_bytes, max(AWAY_BYTES, self._wanted)) if self._has_away else max_bytes
+            found = self._read(window)
+            if found is None:
+                if frames or not self._go_round():
                     break
                 continue
-            is_whole = len(data) < max_bytes
+            data, num_behind = found
+            is_whole = not num_behind
             self.is_caught_up = is_whole and not has_newer
             is_over = is_whole and (has_newer or final)
             if data:
-                consumed = self._parse(data, frames, is_over=is_over, is_whole=is_whole)
-                if not frames and not is_whole:
-                    if consumed == 0:
-                        max_bytes = max(2 * max_bytes, self._wanted)  # one frame longer than the window
+                consumed = self._parse(data, frames, num_behind, is_over=is_over)
+                if consumed == 0 and not is_whole:
+                    max_bytes = max(2 * max_bytes, self._wanted)  # one frame longer than the window
+                if not is_whole:
                     continue
-            if is_over and has_newer and not frames:
-                self.file_index, self.offset, self._kept = self.file_index + 1, 0, None
-                continue
-            break
+            if not is_over or not has_newer or frames:
+                break
+            self.file_index, self.offset, self._kept = self.file_index + 1, 0, None
+            until = max_bytes
         if frames:
             self._seq = max(self._seq, max(frame.header.seq for frame in frames))
         return frames
@@ -114,24 +121,26 @@ class SpoolReader:
         self._kept, self.file_index, self.offset = None, later, 0
         return True
 
-    def _read(self, max_bytes: int) -> bytes | None:
-        """Return what lies behind the offset, at most max_bytes; None when there is no such file."""
+    def _read(self, max_bytes: int) -> tuple[bytes, int] | None:
+        """Return (what lies behind the offset, at most max_bytes; bytes behind that); None when there is no such file."""
         name = file_name(self.file_index) if self._kept is None else self._kept.name
         found = read_window(f"{self._folder}/{name}", self.offset, max_bytes)
-        return None if found is None else found[0]
+        return None if found is None else (found[0], max(0, found[1] - self.offset - len(found[0])))
 
-    def _parse(self, data: bytes, frames: list[Frame], *, is_over: bool, is_whole: bool) -> int:
+    def _parse(self, data: bytes, frames: list[Frame], num_behind: int, *, is_over: bool) -> int:
         """Take the frames out of `data`, which begins at the offset; returns the bytes that are done with."""
         base, at, bad_from = self.offset, 0, -1
         done = self._wanted = 0
         while at < len(data):
-            found = scan(data, at, base, self.file_index)
+            found = scan(data, at, base, self.file_index, num_behind)
             if isinstance(found, (Frame, Foreign)):
                 if bad_from >= 0:
                     self._count_corrupt(at - bad_from)
                     bad_from = -1
                 if isinstance(found, Frame):
                     at = found.offset_after - base
+                    if found.header.type == FrameType.ROWS:
+                        self._has_away = bool(found.num_bytes_away)
                     if self._kept is None:
                         frames.append(found)
                     elif found.header.seq > self._seq or found.header.type in DESCRIPTIONS:
@@ -148,13 +157,13 @@ class SpoolReader:
                 bad_from = at if bad_from < 0 else bad_from
                 at = _next_magic(data, at)
             else:
-                self._wanted = at + found.num_bytes
+                self._wanted = at - done + found.num_bytes
                 break
         if is_over and done < len(data):
             self.num_torn += 1
             self.num_corrupt_bytes += len(data) - done
             done = len(data)
-        elif bad_from == 0 and not is_whole:  # a window that begins with rubbish and holds no frame: go past it
+        elif bad_from == 0 and num_behind:  # a window that begins with rubbish and holds no frame: go past it
             self._count_corrupt(at)
             done = at
         self.offset = base + done

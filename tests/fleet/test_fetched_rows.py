@@ -177,7 +177,7 @@ def test_rows_and_digests_of_strangers_are_refused(thin: ThinFleet) -> None:
     digest = next(piece for piece in thin.published if isinstance(piece, DigestPiece))
 
     def nodes() -> set[str]:
-        return {node for of_step in thin.copies.rows_of("run")._book._of_step.values() for node, _ in of_step}
+        return {node for of_step in thin.copies.rows_of("run")._book._of_step.values() for node in of_step}
 
     assert nodes() == {"n0"}
     for piece in (

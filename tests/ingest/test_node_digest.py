@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,11 +15,15 @@ from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
 from sentinel.ingest.node_digest import (
+    LEAST_STEPS,
     MAX_JUDGED,
+    MOST_OF_NODE,
+    VERSION,
     DigestBook,
     DigestedRank,
     DigestMaker,
     NodeDigest,
+    PackedDigest,
     decode_digest,
     encode_digest,
 )
@@ -178,6 +183,10 @@ def test_bytes_that_are_no_digest_are_refused(tmp_path: Path) -> None:
     assert found is not None
     data = encode_digest(found)
     odd = msgspec.structs.replace(found.ranks[0], carried=b"1234")
+    packed = decode_digest(data)
+    for change in ({"step": 1}, {"of": packed.of[1:]}, {"body": packed.body[:-1]}, {"body": packed.body + b"1"}):
+        with pytest.raises(WireError):
+            msgspec.structs.replace(packed, **change).unpack()
     for wrong in (
         b"", data[:-1], data + b"1", b"\xc1", encode_digest(msgspec.structs.replace(found, version=99)),
         encode_digest(msgspec.structs.replace(found, ranks=found.ranks[::-1])),
@@ -185,7 +194,7 @@ def test_bytes_that_are_no_digest_are_refused(tmp_path: Path) -> None:
         encode_digest(msgspec.structs.replace(found, ranks=(odd,))),
     ):  # fmt: skip
         with pytest.raises(WireError):
-            decode_digest(wrong)
+            decode_digest(wrong).unpack()
 
 
 def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
@@ -210,31 +219,53 @@ def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
     assert not any(is_rows for kind, is_rows in kinds if kind != FrameType.ROWS)
 
 
-def a_digest(step: int, num_bytes: int = 1000) -> NodeDigest:
-    """A digest of two ranks whose values take so many bytes."""
-    ranks = tuple(DigestedRank(rank, bytes([rank]) * 16, 0, 2 * step, 3) for rank in range(2))
-    return NodeDigest(
-        version=1, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_bytes), present=b"", has_rows=b"",
-        marks=b"", has_lone_weight=False,
+def a_digest(step: int, num_bytes: int = 1000, seq: int = 0) -> PackedDigest:
+    """A digest of two ranks whose values take so many bytes; seq: of the last frames in it."""
+    ranks = tuple(DigestedRank(rank, bytes([rank]) * 16, 0, seq, 3) for rank in range(2))
+    found = NodeDigest(
+        version=VERSION, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_bytes), present=b"",
+        has_rows=b"", marks=b"", has_lone_weight=False,
     )  # fmt: skip
+    # As it is: the length of what is compressed would depend on the step.
+    return PackedDigest(VERSION, step, found.of, zlib.compress(msgspec.msgpack.encode(found), 0))
 
 
 def test_of_too_many_digests_those_that_are_judged_next_are_kept() -> None:
-    digests = [a_digest(step) for step in range(1000)]
+    first = 1000
+    digests = [a_digest(first + step) for step in range(1000)]
     book = DigestBook(max_bytes=100 * digests[0].num_bytes)
 
     def held() -> list[int]:
-        return [one.step for one in digests if one.step in book._of_step]
+        return [one.step - first for one in digests if one.step in book._of_step]
 
     for one in digests[:200]:
         book.add("a", one)
     assert held() == list(range(100)), "a backlog: the newest, which are judged last, made room"
     for step in range(50):
-        assert book.find("a", step, digests[step].of) == digests[step]
-        assert book.find("b", step, digests[step].of) is None
+        assert book.find("a", first + step, digests[step].of) == digests[step].unpack()
+        assert book.find("b", first + step, digests[step].of) is None
     for one in digests[200:240]:
         book.add("a", one)
     assert held() == [*range(40, 100), *range(200, 240)], "then those that are judged"
+
+
+def test_a_few_steps_of_many_nodes_are_kept_whatever_they_take() -> None:
+    book = DigestBook(max_bytes=1)
+    for step in range(2 * LEAST_STEPS):
+        for node in range(50):
+            book.add(f"n{node}", a_digest(step))
+    for step in range(LEAST_STEPS):
+        assert all(book.find(f"n{node}", step, a_digest(step).of) for node in range(50)), step
+
+
+def test_a_node_that_sends_digest_after_digest_of_one_step_keeps_the_newest_of_them() -> None:
+    book = DigestBook(max_bytes=1)
+    for seq in range(3 * MOST_OF_NODE):
+        book.add("liar", a_digest(1, seq=seq))
+    book.add("other", a_digest(1))
+    kept = [seq for seq in range(3 * MOST_OF_NODE) if book.find("liar", 1, a_digest(1, seq=seq).of)]
+    assert kept == list(range(2 * MOST_OF_NODE, 3 * MOST_OF_NODE))
+    assert book.find("other", 1, a_digest(1).of) is not None
 
 
 def test_what_was_judged_long_ago_is_dropped_until_a_restart_goes_back() -> None:
