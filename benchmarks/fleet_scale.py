@@ -1,20 +1,29 @@
 """What a step of a large fleet costs its join, by the number of nodes, and what it costs each node; and where that ends.
 
-    python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10]
+    python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10] [--said /tmp]
 
 Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor parallel on each, over pipeline stages and
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
 join checks, copies, merges, judges and commits. Each in a process of its own: processor time and memory are its own.
 
+A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second, nodes speak as they do, and the
+join looks at what came four times a second. What is not in it is the client of the broker, of which a node sends one or two
+messages a second and hears as many.
+
+The bytes of each step are freed once they are shipped, so that 16,384 ranks fit into a machine; the join then takes
+them in one by one.
+
 The first steps of a run are dearer, for descriptors travel and layouts are built of them, and are printed apart (`warm s`).
-The last line says what a step costs the join for each node, and at how many nodes a core is full where a step is made every
-`--step-s` seconds.
+`B/row`: what the join's largest size grew by, for a row of a rank, digests of the steps in it. `longest`: a look in which a
+step is judged, which is how long its alarm waits. The last line says what a
+step costs the join for each node, and at how many nodes a core is full where a step is made every `--step-s` seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import pickle
 import resource
@@ -24,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -34,8 +43,10 @@ from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.sealed import Answer, Beat, DigestPiece, RowsPiece, SpoolChunk, seal, unseal, unseal_published
+from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, in_messages, seal, seal_published, unseal, unseal_published
+from sentinel.fleet.shipping import BEAT_S, IDLE_BEAT_S
 from sentinel.judge.packs import RulePacks
+from sentinel.messages import Heartbeat
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.store.run_paths import RunPaths
@@ -44,56 +55,71 @@ from sentinel.testing import SyntheticRun
 RANKS_PER_NODE = 8
 STAGES = 4
 JOIN = "bench"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 WARM_STEPS = 3
 """Steps after which layouts are known."""
 
 
 class Fleet:
-    """Some nodes, and as much of a join as answers them; what they say is kept."""
+    """Some nodes, and as much of a join as answers them; what they say goes into a file."""
 
-    def __init__(self, directory: Path, names: list[str]) -> None:
+    def __init__(self, directory: Path, names: list[str], said: BinaryIO) -> None:
         carried = Engine(load_pack()).row_kinds
         self.now = 100.0
         self.node_s = 0.0
-        self.said: list[tuple[float, bool, bytes]] = []
-        """(when, is it a beat, the message); behind the first steps one that is empty"""
         self.num_bytes = 0
         """Published, beats left out."""
+        self._said, self._num_said = said, 0
+        """(when, is it a beat, the message); behind the first steps one that is empty"""
         self._nodes = [
             NodeRuns(directory / name, name, digested_kinds=frozenset(carried), clock=lambda: self.now) for name in names
         ]
+        self._spoke = [0.0] * len(self._nodes)
         (directory / "answered").mkdir()
         self._copies = CopiedRuns(directory / "answered", JOIN, begin_s=0.0, clock=lambda: self.now)
 
-    def ship(self) -> None:
-        """Have everything published that lies in the spools."""
-        quiet = 0
-        while quiet < 3:
-            self.now += 0.1
-            before = len(self.said)
-            for node in self._nodes:
-                node.discover()
-                began = time.process_time()
-                beats = [seal(beat) for beat in node.beats()]
-                self.node_s += time.process_time() - began
-                for beat in beats:
-                    self.said.append((self.now, True, beat))
-                    answer = self._copies.take_beat(unseal(beat, Beat), is_drained=True)
-                    if answer is not None:
-                        node.take_answer(unseal(seal(answer), Answer))
-            num_beats = len(self.said) - before
+    def say(self, message: bytes, *, is_beat: bool = False) -> None:
+        """Have a message reach the join."""
+        pickle.dump((self.now, is_beat, message), self._said)
+        self._num_said += 1
+
+    def ship(self, seconds: float) -> None:
+        """Have what lies in the spools published, and what there is to say said, for so long, in steps of a beat."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += BEAT_S
+            for at, node in enumerate(self._nodes):
+                if self.now >= until or node.is_busy or self.now - self._spoke[at] >= IDLE_BEAT_S:
+                    self._spoke[at] = self.now
+                    self._speak(node)
             for node in self._nodes:
                 began = time.process_time()
-                published = [seal(one) for one in node.next()]
+                published = [seal_published(one) for one in in_messages(node.next())]
                 self.node_s += time.process_time() - began
-                for one in published:
-                    self.num_bytes += len(one)
-                    self.said.append((self.now, False, one))
-                    found = unseal_published(one)
-                    if isinstance(found, SpoolChunk):
-                        self._copies.take_chunk(found)
+                for message in published:
+                    self.num_bytes += len(message)
+                    self.say(message)
+                    for one in unseal_published(message):
+                        if isinstance(one, SpoolChunk):
+                            self._copies.take(one)
             self._copies.release()
-            quiet = quiet + 1 if len(self.said) - before == num_beats else 0
+
+    def discover(self) -> None:
+        """Have nodes look for runs and spools."""
+        for node in self._nodes:
+            node.discover()
+
+    def _speak(self, node: NodeRuns) -> None:
+        began = time.process_time()
+        beats = [seal(beat) for beat in node.beats()]
+        self.node_s += time.process_time() - began
+        for beat in beats:
+            self.say(beat, is_beat=True)
+            answer = self._copies.take_beat(unseal(beat, Beat), is_drained=True)
+            if answer is not None:
+                node.take_answer(unseal(seal(answer), Answer))
 
 
 def written(where: Path, num_nodes: int, layers: int) -> tuple[SyntheticRun, list[str]]:
@@ -113,6 +139,45 @@ def written(where: Path, num_nodes: int, layers: int) -> tuple[SyntheticRun, lis
     return run, names
 
 
+def fleet(said: Path, num_nodes: int, steps: int, layers: int, step_s: int) -> dict[str, float]:
+    """Have ranks and nodes work, and what nodes say go into a file; returns what that took. In a process of its own."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name, said.open("wb") as file:
+        run, names = written(Path(name), num_nodes, layers)
+        nodes, spooled = Fleet(Path(name), names, file), 0
+        nodes.discover()
+        nodes.ship(3 * BEAT_S)
+        for step in range(WARM_STEPS + steps):
+            if step == WARM_STEPS:
+                nodes.say(b"")
+                nodes.node_s = nodes.num_bytes = spooled = 0
+            spooled -= _spooled(run)
+            run.write(1)
+            # All is published with the first beat, and released by what is said in the two behind it.
+            nodes.ship(1.0)
+            for _ in range(1, step_s):
+                for rank in range(run.num_ranks):
+                    run.report(rank, Heartbeat(step=step, call_id=0, activity="train"), step)
+                nodes.ship(1.0)
+            spooled += _spooled(run)
+            _free_written(run)
+        nodes.ship(1.0)
+        return {
+            "rows": run.rows_per_step, "published": nodes.num_bytes, "spooled": spooled, "node_s": nodes.node_s,
+        }  # fmt: skip
+
+
+def _spooled(run: SyntheticRun) -> int:
+    return sum(path.stat().st_size for path in run.directory.rglob("*.spool"))
+
+
+def _free_written(run: SyntheticRun) -> None:
+    """Have what is shipped take no memory, its place in the files apart."""
+    for path in run.directory.rglob("*.spool"):
+        with path.open("r+b") as file:
+            if _LIBC.fallocate(file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, 0, path.stat().st_size):
+                raise OSError(ctypes.get_errno(), "fallocate", str(path))
+
+
 def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
     with said.open("rb") as file, contextlib.suppress(EOFError):
         while True:
@@ -122,93 +187,92 @@ def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
 def join(said: Path, joined: Path) -> dict[str, Any]:
     """Take in what a fleet said, and judge it; returns what that took. Called in a process of its own."""
     now = [100.0]
+    before = _most_bytes()
     joined.mkdir()
     copies = CopiedRuns(joined, JOIN, begin_s=0.0, clock=lambda: now[0])
     packs = RulePacks(())
     packs.load()
     began = time.process_time()
     run: ServedRun | None = None
+    turns_s, step_turns, num_judged = 0.0, list[float](), 0
     judged: list[float] = []
+
+    def turn() -> None:
+        """Have the run judge what came since."""
+        nonlocal run, turns_s
+        if run is None and (joined / "run" / "spool").is_dir():
+            run = ServedRun(
+                RunPaths.of(joined / "run"), DaemonConfig(), packs, arrivals=lambda: copies.arrivals("run"),
+                rows_from=copies.rows_of("run"), advanced=lambda: judged.append(time.process_time()),
+            )  # fmt: skip
+        begun, num_before = time.process_time(), len(judged)
+        while run is not None and run.turn(time.time()):
+            pass
+        turns_s += (took := time.process_time() - begun)
+        if len(judged) > num_before:
+            step_turns.append(took)
+
+    warm_s = 0.0
     for at, is_beat, data in _read(said):
         if at != now[0]:
             copies.release()
             now[0] = at
+            turn()
         if not data:
-            run = ServedRun(
-                RunPaths.of(joined / "run"), DaemonConfig(), packs, on_the_way=lambda: copies.on_the_way("run"),
-                rows_from=copies.rows_of("run"), advanced=lambda: judged.append(time.process_time()),
-            )  # fmt: skip
-            while run.turn(time.time()):
-                pass
-            warm_s, began = time.process_time() - began, time.process_time()
-            judged.clear()
+            warm_s, began, turns_s, num_judged = time.process_time() - began, time.process_time(), 0.0, len(judged)
+            step_turns.clear()
             continue
         if is_beat:
-            copies.take_beat(unseal(data, Beat), is_drained=True)
+            if (answer := copies.take_beat(unseal(data, Beat), is_drained=True)) is not None:
+                seal(answer)
             continue
-        found = unseal_published(data)
-        if isinstance(found, SpoolChunk):
-            copies.take_chunk(found)
-        elif isinstance(found, DigestPiece):
-            copies.take_digest(found)
-        else:
-            assert isinstance(found, RowsPiece)
-            copies.take_rows(found)
+        for one in unseal_published(data):
+            copies.take(one)
     copies.release()
-    intake_s = time.process_time() - began
-    began = time.process_time()
-    assert run is not None
-    while run.turn(time.time()):
-        pass
-    run.close()
+    turn()
     rows = copies.rows_of("run")
-    gaps = np.diff([began, *judged])
-    return {
-        "intake_s": intake_s, "warm_s": warm_s, "judged_s": float(gaps.sum()),
-        "num_judged": len(judged), "longest_s": float(gaps.max()), "num_digested": rows.num_steps,
-        "num_fetched": rows.num_fetched, "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    found = {
+        "intake_s": time.process_time() - began - turns_s, "warm_s": warm_s, "judged_s": turns_s,
+        "num_judged": len(judged) - num_judged, "longest_s": max(step_turns), "num_digested": rows.num_steps,
+        "num_fetched": rows.num_fetched, "rss": _most_bytes(), "rss_before": before,
     }  # fmt: skip
+    assert run is not None
+    run.close()
+    return found
 
 
-def _spooled(run: SyntheticRun) -> int:
-    return sum(path.stat().st_size for path in run.directory.rglob("*.spool"))
+def _most_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measured(num_nodes: int, steps: int, layers: int) -> tuple[float, dict[str, float]]:
+def _in_its_own_process(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, check=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found: dict[str, Any] = pickle.loads(done.stdout)
+    return found
+
+
+def measured(num_nodes: int, steps: int, layers: int, step_s: float, where: Path) -> tuple[float, dict[str, Any]]:
     """Print a line about so many nodes; return (seconds of a step's judging and intake at the join, all figures)."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        where = Path(name)
-        run, names = written(where, num_nodes, layers)
-        fleet = Fleet(where, names)
-        run.write(WARM_STEPS)
-        fleet.ship()
-        fleet.said.append((fleet.now, False, b""))
-        before = _spooled(run)
-        fleet.node_s = fleet.num_bytes = 0
-        run.write(steps)
-        fleet.ship()
-        with (where / "said").open("wb") as file:
-            for message in fleet.said:
-                pickle.dump(message, file)
-        spooled = _spooled(run) - before
-        done = subprocess.run(
-            [sys.executable, __file__, "--join", str(where / "said"), str(where / "joined")],
-            stdout=subprocess.PIPE, check=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        found = pickle.loads(done.stdout)
+    with tempfile.TemporaryDirectory(dir=where) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
+        said = f"{name}/said"
+        nodes = _in_its_own_process("--fleet", said, str(num_nodes), str(steps), str(layers), str(round(step_s)))
+        found = _in_its_own_process("--join", said, f"{joined}/joined")
     ranks = num_nodes * RANKS_PER_NODE
-    rows = run.rows_per_step
+    rows = nodes["rows"]
     steady = found["num_judged"]
-    step_s = found["judged_s"] / steady + found["intake_s"] / steps
+    cost_s = (found["judged_s"] + found["intake_s"]) / steps
     print(
-        f"{num_nodes:6}{ranks:8}{rows:10}{fleet.num_bytes / spooled:8.3f}{1e6 * fleet.node_s / (rows * steps):10.2f}"
+        f"{num_nodes:6}{ranks:8}{rows:10}{nodes['published'] / nodes['spooled']:8.3f}"
+        f"{1e6 * nodes['node_s'] / (rows * steps):10.2f}"
         f"{1e3 * found['intake_s'] / steps:10.1f}{found['warm_s']:8.2f}{1e3 * found['judged_s'] / steady:10.1f}"
-        f"{1e3 * found['longest_s']:10.1f}{1e3 * step_s / num_nodes:10.3f}{found['rss'] / 2**20:8.0f}"
-        f"{found['rss'] / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
+        f"{1e3 * found['longest_s']:10.1f}{1e3 * cost_s / num_nodes:10.3f}{found['rss'] / 2**20:8.0f}"
+        f"{(found['rss'] - found['rss_before']) / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
         flush=True,
     )
-    return step_s, found
+    return cost_s, found
 
 
 def main() -> None:
@@ -218,8 +282,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=10.0)
+    parser.add_argument("--said", type=Path, default=Path(tempfile.gettempdir()), help="where what nodes say is kept")
     parser.add_argument("--join", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--fleet", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.fleet:
+        said, *numbers = given.fleet
+        sys.stdout.buffer.write(pickle.dumps(fleet(Path(said), *map(int, numbers))))
+        return
     if given.join:
         sys.stdout.buffer.write(pickle.dumps(join(*given.join)))
         return
@@ -227,7 +297,7 @@ def main() -> None:
         f"{'nodes':>6}{'ranks':>8}{'rows':>10}{'bytes':>8}{'node us':>10}{'intake ms':>10}{'warm s':>8}{'judge ms':>10}"
         f"{'longest':>10}{'ms/node':>10}{'MiB':>8}{'B/row':>8}{'digs':>6}{'rows':>6}"
     )
-    costs = [measured(nodes, given.steps, given.layers)[0] for nodes in given.nodes]
+    costs = [measured(nodes, given.steps, given.layers, given.step_s, given.said)[0] for nodes in given.nodes]
     if len(costs) < 2:
         return
     each, fixed = np.polyfit(given.nodes, costs, 1)

@@ -104,7 +104,7 @@ def join(
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
-        drain_s=drain_s, on_the_way=copies.on_the_way, rows_from=copies.rows_of, standby_of=lambda: intake.standby_of,
+        drain_s=drain_s, arrivals=copies.arrivals, rows_from=copies.rows_of, standby_of=lambda: intake.standby_of,
         join_health=intake.health, epoch=lambda: intake.epoch, turns=turns,
     )  # fmt: skip
     try:

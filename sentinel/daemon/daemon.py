@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -30,6 +30,7 @@ from sentinel.daemon.served_runs import ServedRuns, take_from_others
 from sentinel.daemon.serving import ServedRun
 from sentinel.daemon.systemd import Systemd
 from sentinel.errors import StoreError
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.away_rows import RowSource
 from sentinel.join_health import JoinHealth
 from sentinel.judge.packs import RulePacks
@@ -77,8 +78,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where `config` comes from; None: there is no file, and it stays."""
     read_config: Callable[[], DaemonConfig] | None = None
     """Reads that file again for a reload, with what the command line says on top; ConfigError."""
-    on_the_way: Callable[[str], Collection[str]] = lambda run: ()
-    """Returns the folders of a run's spools of which more is known to exist than has come to this disk; for any thread."""
+    arrivals: Callable[[str], Arrivals] = lambda run: Arrivals()
+    """Returns what is known of what comes into a run's spools; for any thread."""
     rows_from: Callable[[str], RowSource | None] = lambda run: None
     """Returns where the rows of a run are that its spools here have not got; None: they have all."""
     standby_of: Callable[[], str] = lambda: ""
@@ -126,7 +127,7 @@ class Daemon:
             options.directory, options.state_dir, options.turns, is_owned=options.is_owned, joined=self._take_in,
             left=self._let_go,
             serve=lambda paths: ServedRun(
-                paths, self._config.config, self._packs, self._meters, environ, lambda: options.on_the_way(paths.name),
+                paths, self._config.config, self._packs, self._meters, environ, lambda: options.arrivals(paths.name),
                 options.rows_from(paths.name), options.epoch(), self._advanced, options.turns,
             ),
         )  # fmt: skip

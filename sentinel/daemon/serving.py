@@ -15,7 +15,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -47,6 +47,7 @@ from sentinel.decision import Tick, decode_decision
 from sentinel.errors import StoreError
 from sentinel.exports.series import RecentSteps
 from sentinel.incident import Incident
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.judge.packs import RulePacks
@@ -82,7 +83,7 @@ class ServedRun:
         packs: RulePacks,
         meters: DaemonMeters | None = None,
         environ: Mapping[str, str] = NO_ENVIRONMENT,
-        on_the_way: Callable[[], Collection[str]] = tuple,
+        arrivals: Callable[[], Arrivals] = Arrivals,
         rows_from: RowSource | None = None,
         epoch: int = 0,
         advanced: Callable[[], None] = lambda: None,
@@ -90,10 +91,10 @@ class ServedRun:
     ) -> None:
         """meters: of the daemon that serves it; None: its work is not measured. environ: for the secrets of mirrors.
 
-        on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`. epoch: of the lease under which it is served, as of
+        arrivals: as of `RunFollower`. rows_from: as of `StepMaker`. epoch: of the lease under which it is served, as of
         `Journal`; 0: under none. advanced: called behind each step and moment that was judged. turns: in which it is taken.
         """
-        self._on_the_way, self._rows_from, self._advanced, self._turns = on_the_way, rows_from, advanced, turns
+        self._arrivals, self._rows_from, self._advanced, self._turns = arrivals, rows_from, advanced, turns
         self._meters = meters or DaemonMeters()
         self.paths = paths
         self.name = paths.name
@@ -282,7 +283,7 @@ class ServedRun:
         def stages(pack_hash: str) -> RunStages:
             return RunStages(
                 self.paths, config.judging, self._packs, self._notices.add_problem, pack_hash=pack_hash,
-                on_the_way=self._on_the_way, rows_from=self._rows_from,
+                arrivals=self._arrivals, rows_from=self._rows_from,
             )  # fmt: skip
 
         def restored(snapshot: Snapshot) -> RunStages:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from sentinel.daemon.command_note import read_note
 from sentinel.daemon.kept_packs import KeptPacks
 from sentinel.daemon.watching import RunWatch
 from sentinel.decision import Tick
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
@@ -28,16 +29,16 @@ class RunStages:
         on_problem: Callable[[str], None],
         *,
         pack_hash: str,
-        on_the_way: Callable[[], Collection[str]] = tuple,
+        arrivals: Callable[[], Arrivals] = Arrivals,
         rows_from: RowSource | None = None,
     ) -> None:
         """on_problem: called with what makes a rank unreadable. pack_hash: of the rules to begin with.
 
-        on_the_way: as of `RunFollower`. rows_from: as of `StepMaker`.
+        arrivals: as of `RunFollower`. rows_from: as of `StepMaker`.
         """
         self.pack_hash = pack_hash
         """Of the rules that the judge judges by."""
-        self.follower = RunFollower(paths.run_dir, on_problem=on_problem, on_the_way=on_the_way)
+        self.follower = RunFollower(paths.run_dir, on_problem=on_problem, arrivals=arrivals)
         self.assembler = StepAssembler(
             paths.name, late_after_steps=config.late_after_steps, late_after_s=config.late_after_s, rows_from=rows_from
         )

@@ -23,7 +23,8 @@ from sentinel.errors import WireError
 from sentinel.fleet.fetched_rows import FetchedRows
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.run_copies import SILENT_S, RunCopies
-from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, RowsPiece, SpoolChunk
+from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, Published, RowsPiece, SpoolChunk
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.join_health import JoinHealth, NodeHealth
 from sentinel.printable import printable
 
@@ -39,7 +40,7 @@ MAX_NODES_SAID = 8
 
 
 class CopiedRuns:
-    """For the thread of the join; `on_the_way`, `release`, `nodes` and `health` also for others."""
+    """For the thread of the join; `arrivals`, `release`, `nodes` and `health` also for others."""
 
     def __init__(
         self,
@@ -95,13 +96,24 @@ class CopiedRuns:
     def _held_bytes(self) -> int:
         return sum(run.held_bytes for run in self._runs.values())
 
-    def on_the_way(self, run: str) -> frozenset[str]:
-        """Return the folders of a run's spools of which more is known to exist than is here."""
+    def arrivals(self, run: str) -> Arrivals:
+        """Return what is known of what comes into a run's copies, for the one who follows them."""
         with self._lock:
             known = self._runs.get(run)
-            return frozenset() if known is None else known.on_the_way(self._clock())
+            if known is None:
+                return Arrivals()
+            return Arrivals(known.on_the_way(self._clock()), known.take_news())
 
     # What nodes publish.
+
+    def take(self, published: Published) -> None:
+        """Take in what a node published."""
+        if isinstance(published, SpoolChunk):
+            self.take_chunk(published)
+        elif isinstance(published, DigestPiece):
+            self.take_digest(published)
+        else:
+            self.take_rows(published)
 
     def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in a chunk, which is written when every node of its run has spoken since."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
@@ -17,7 +18,7 @@ from sentinel.fleet.sealed import (
     MAX_MESSAGE_BYTES,
     PLAIN_VERSION,
     ROOM_BYTES,
-    VERSION,
+    THIN_VERSION,
     Answer,
     Beat,
     DigestPiece,
@@ -27,7 +28,7 @@ from sentinel.fleet.sealed import (
     SpoolChunk,
     SpoolHead,
 )
-from sentinel.fleet.spool_cursor import SpoolCursor, frames_of_rows, last_index, without_payloads
+from sentinel.fleet.spool_cursor import SpoolCursor, are_heartbeats, frames_of_rows, last_index, without_payloads
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
@@ -46,8 +47,13 @@ RESEND_S = 3.0
 drained, or what was published after it has come."""
 EXPIRES_S = 30.0
 """An answer to a beat that was sent longer ago is not believed, where answers are signed."""
+HEARTBEATS_S = 1.0
+"""Heartbeats wait for so long for anything else of their run to go with: each of a machine's ranks writes one a second."""
+BUSY_S = 1.0
+"""So long behind anything but heartbeats a node speaks several times a second."""
 SAID_S = 60.0
 """For so long beats say what was not believed."""
+MAX_NEXT_BYTES = 8 * 2**20
 MAX_SPOOLS = 512
 """Most spools of a run of which one beat speaks: those that wait first, then the newest."""
 
@@ -90,6 +96,8 @@ class _NodeRun:
         """The newest beat to which an answer was taken."""
         self.refused: dict[str, float] = {}
         """What was not believed, in words -> when last, monotonic seconds."""
+        self.beaten = -HEARTBEATS_S
+        """When heartbeats were published last, monotonic seconds."""
 
 
 class NodeRuns:
@@ -122,6 +130,7 @@ class NodeRuns:
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _NodeRun] = {}
         self._told: set[str] = set()
+        self._busy_until = clock() + BUSY_S
 
     def discover(self) -> None:
         """Take in runs and spools that are new, and let go of what is gone."""
@@ -143,20 +152,48 @@ class NodeRuns:
             for folder in sorted(folders - run.spools.keys()):
                 run.spools[folder] = _Spool(path / "spool" / folder)
 
-    def next(self) -> Iterator[Published]:
-        """Yield what is to be published next: of each spool of which the join has said how far it holds it one chunk.
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything but heartbeats was published lately, or is asked for: the join waits for what we say."""
+        return self._clock() < self._busy_until or any(run.wanted or not run.echo[0] for run in self._runs.values())
+
+    def next(self, max_bytes: int = MAX_NEXT_BYTES) -> Iterator[Published]:
+        """Yield what is to be published next: of each spool of which the join has said how far it holds it one chunk, up to
+        about `max_bytes` in all. What was yielded is taken for published.
 
         Digests go before the ends of their steps, for a join that has none asks for all rows.
         """
+        num_bytes = 0
         for name, run in self._runs.items():
-            yield from self._digested(name, run)
-            yield from self._asked(name, run)
+            beating = []
+            has_more = False
+            first: Iterable[DigestPiece | RowsPiece] = itertools.chain(self._digested(name, run), self._asked(name, run))
+            for one in first:
+                num_bytes, has_more = num_bytes + len(one.data), True
+                yield one
             for folder, spool in run.spools.items():
                 if spool.held is None or spool.refused:
                     continue
+                if num_bytes > max_bytes:
+                    return
+                begin = spool.cursor.place
                 chunk = self._chunk(name, folder, spool)
-                if chunk is not None:
-                    yield chunk
+                if chunk is None:
+                    continue
+                if not chunk.size and are_heartbeats(chunk.data):
+                    spool.cursor.seek(begin)
+                    beating.append((folder, spool))
+                    continue
+                num_bytes, has_more = num_bytes + len(chunk.data), True
+                yield chunk
+            now = self._clock()
+            if has_more:
+                self._busy_until = now + BUSY_S
+            if beating and (has_more or now - run.beaten >= HEARTBEATS_S):
+                run.beaten = now
+                for folder, spool in beating:
+                    if (chunk := self._chunk(name, folder, spool)) is not None:
+                        yield chunk
 
     def take_back(self, published: Published) -> None:
         """Have a chunk that could not be published read again, and all behind it. Of others the join asks again."""
@@ -198,7 +235,7 @@ class NodeRuns:
         if piece is None:
             return None
         return SpoolChunk(
-            version=VERSION if away else PLAIN_VERSION, node=self.node, run=name, folder=folder, file=piece.file,
+            version=THIN_VERSION if away else PLAIN_VERSION, node=self.node, run=name, folder=folder, file=piece.file,
             offset=piece.offset, after=piece.after, size=piece.size, data=data, away=away, turn=spool.turn,
         )  # fmt: skip
 
@@ -208,7 +245,7 @@ class NodeRuns:
             cuts = range(0, len(data), CHUNK_BYTES)
             for part, at in enumerate(cuts):
                 yield DigestPiece(
-                    version=VERSION, node=self.node, run=name, number=run.num_digests, part=part, num_parts=len(cuts),
+                    version=THIN_VERSION, node=self.node, run=name, number=run.num_digests, part=part, num_parts=len(cuts),
                     data=data[at : at + CHUNK_BYTES],
                 )  # fmt: skip
 
@@ -225,7 +262,7 @@ class NodeRuns:
             num_bytes += len(data)
             for at in range(0, max(len(data), 1), CHUNK_BYTES):
                 yield RowsPiece(
-                    version=VERSION, node=self.node, run=name, folder=frame.folder, file_index=frame.file_index,
+                    version=THIN_VERSION, node=self.node, run=name, folder=frame.folder, file_index=frame.file_index,
                     offset=frame.offset, num_bytes=len(data), at=at, data=data[at : at + CHUNK_BYTES],
                 )  # fmt: skip
 

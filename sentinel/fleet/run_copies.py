@@ -19,7 +19,7 @@ from sentinel.join_health import NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
 from sentinel.wire.pulse import NAME as PULSE
-from sentinel.wire.spool import parse_incarnation_folder, read_ack
+from sentinel.wire.spool import parse_incarnation_folder
 from sentinel.wire.witness import NAME as WITNESS
 
 SILENT_S = 30.0
@@ -47,6 +47,8 @@ class RunCopies:
         self._run_dir, self._tally = run_dir, tally
         self._name = printable(run_dir.name)
         self._heads: dict[str, SpoolHead] = {}
+        self._witnesses: dict[str, int] = {}
+        """Folder of a spool -> bytes of what witnesses saw of it that are here."""
         self._owners: dict[str, str] = {}
         self._seen_until: dict[str, float] = {}
         """Node -> the moment of this clock as of which its heads are known."""
@@ -57,6 +59,10 @@ class RunCopies:
         """Folder of a spool -> chunks of it that wait."""
         self._numbers: dict[str, tuple[str, int]] = {}
         """Node -> `number` of its newest beat."""
+        self._behind: set[str] = set()
+        """Folders of spools that hold more than their copies, or may: their nodes have not spoken yet."""
+        self._news: set[str] = set()
+        """Folders of copies to which anything was written since `take_news`."""
         self._spoken: set[str] = set()
         """Nodes that have said since the beginning what they hold."""
 
@@ -71,6 +77,7 @@ class RunCopies:
                 continue
             if isinstance(owner, str):
                 self._owners[path.name], self.copies[path.name] = owner, SpoolCopy(path)
+                self._behind.add(path.name)
         # They have as long to report as any that falls silent.
         self.heard = dict.fromkeys(self._owners.values(), begun)
         return bool(self._owners)
@@ -109,6 +116,7 @@ class RunCopies:
             self._tally.note_disk(f"{path}: {error.strerror or error}")
             return self._tally.disk_problem
         self._owners[folder], self.copies[folder] = node, SpoolCopy(path)
+        self._compare_heads(folder)
         return ""
 
     # What a node says.
@@ -124,7 +132,9 @@ class RunCopies:
         if beat.number[0]:
             self._numbers[node] = beat.number
         self.heard[node] = now
-        self._spoken.add(node)
+        if node not in self._spoken:
+            self._spoken.add(node)
+            self._behind -= {one for one, owner in self._owners.items() if owner == node and one not in self._heads}
         self._spoke[node] = (
             now,
             sum(one.waiting_bytes for one in beat.spools.values()),
@@ -144,17 +154,18 @@ class RunCopies:
         if former is None or not _is_beyond(former.head, head.head):
             # A beat that was on its way for longer than the next one knows less.
             self._heads[folder] = head
-        copy.prune(head.first)
-        if head.pulse_ns > 0:
+            self._compare_heads(folder)
+        acked = copy.committed()
+        copy.prune(head.first, acked)
+        if head.pulse_ns > 0 and (former is None or head.pulse_ns != former.pulse_ns):
             _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))
         if head.witness:
             _put(copy.folder / WITNESS, head.witness)
-        try:
-            witness_bytes = (copy.folder / WITNESS).lstat().st_size
-        except OSError:
-            witness_bytes = 0
+            self._witnesses.pop(folder, None)
+        if folder not in self._witnesses:
+            self._witnesses[folder] = _size(copy.folder / WITNESS)
         return SpoolHeld(
-            copy.place, read_ack(copy.folder), witness_bytes, num_away=copy.num_away(), gap=copy.gap,
+            copy.place, acked, self._witnesses[folder], num_away=copy.num_away(acked), gap=copy.gap,
             is_waiting=bool(self._num_held[folder]),
         )  # fmt: skip
 
@@ -170,18 +181,19 @@ class RunCopies:
 
     def on_the_way(self, now: float) -> frozenset[str]:
         """Return the folders of spools of which more is known to exist than is here."""
-        return frozenset(
-            folder
-            for folder, copy in self.copies.items()
-            if now - self.heard.get(self._owners[folder], -SILENT_S) < SILENT_S and self._is_behind(folder, copy)
-        )
+        return frozenset(one for one in self._behind if now - self.heard.get(self._owners[one], -SILENT_S) < SILENT_S)
 
-    def _is_behind(self, folder: str, copy: SpoolCopy) -> bool:
-        """Return whether a spool holds more than its copy, or may: its node has not spoken yet."""
+    def take_news(self) -> frozenset[str]:
+        """Return the folders of copies to which anything was written since this was asked last."""
+        news, self._news = frozenset(self._news), set()
+        return news
+
+    def _compare_heads(self, folder: str) -> None:
         head = self._heads.get(folder)
-        if head is None:
-            return self._owners[folder] not in self._spoken
-        return _is_beyond(head.head, copy.place)
+        if self._owners[folder] not in self._spoken if head is None else _is_beyond(head.head, self.copies[folder].place):
+            self._behind.add(folder)
+        else:
+            self._behind.discard(folder)
 
     def hold(self, chunk: SpoolChunk, now: float) -> None:
         """Keep a chunk of a spool that was claimed, until `release`."""
@@ -234,6 +246,8 @@ class RunCopies:
             return 0
         if num_new:
             self._tally.note_disk("")
+            self._news.add(chunk.folder)
+            self._compare_heads(chunk.folder)
         counts["bytes"] += num_new
         counts["repeated"] += copy.num_repeated - repeated
         counts["dropped"] += copy.num_dropped - dropped
@@ -245,6 +259,13 @@ def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
         last_index(place.file),
         place.offset if head.file == place.file else 0,
     )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
 
 
 def _put(path: Path, data: bytes) -> None:

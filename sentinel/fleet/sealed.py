@@ -5,6 +5,7 @@ A message is the crc32 of its body, 4 bytes, little-endian, and the body in msgp
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -14,12 +15,17 @@ from sentinel.ingest.step_parts import AwayFrame
 from sentinel.native import crc32
 from sentinel.wire.frame import HEADER_BYTES
 
-VERSION = 2
-"""The newest that is understood here: chunks without rows, digests and rows. All else bears `PLAIN_VERSION`."""
+VERSION = 3
+"""The newest that is understood here: several in one message. Chunks without rows, digests and rows bear `THIN_VERSION`."""
+THIN_VERSION = 2
 MAX_MESSAGE_BYTES = 512 * 2**10
 """Most bytes of one message: half of what a server takes by default, for clients do not count headers."""
 ROOM_BYTES = 4 * 2**10
 """What of a message is not the bytes of a spool, at most."""
+TOGETHER_BYTES = 64 * 2**10
+"""Most bytes of a message that has several in it: what is longer goes by itself."""
+ROOM_EACH_BYTES = 1024
+"""The same of each of several, about: names and places."""
 MAX_CHUNK_BYTES = 16 * 2**20
 """Most bytes of a file that one chunk stands for, the rows that are not in it among them."""
 PLAIN_VERSION = 1
@@ -195,16 +201,56 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 Published: TypeAlias = SpoolChunk | DigestPiece | RowsPiece
 """What a node publishes on the stream."""
+
+
+class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):
+    """What a node publishes of one run at once: its ranks write a little each, at the same time."""
+
+    version: int
+    node: str
+    run: str
+    parts: tuple[Published, ...]
+
+    def __post_init__(self) -> None:
+        if any((one.node, one.run) != (self.node, self.run) for one in self.parts):
+            raise ValueError("expected what one node has of one run")
+
+
 Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer, Published)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer, Published | Several)
 }
+
+
+def in_messages(published: Iterable[Published]) -> Iterator[tuple[Published, ...]]:
+    """Yield what follows each other of one run, what is small of it together, for one message each."""
+    together: list[Published] = []
+    num_bytes = 0
+    for one in published:
+        size = len(one.data) + ROOM_EACH_BYTES + (16 * len(one.away) if isinstance(one, SpoolChunk) else 0)
+        if together and (one.run != together[0].run or num_bytes + size > TOGETHER_BYTES):
+            yield tuple(together)
+            together, num_bytes = [], 0
+        together.append(one)
+        num_bytes += size
+    if together:
+        yield tuple(together)
+
+
+def seal_published(parts: Sequence[Published]) -> bytes:
+    """Return the bytes of a message that publishes these, all of one node and run."""
+    first = parts[0]
+    return seal(first) if len(parts) == 1 else _sealed(Several(VERSION, first.node, first.run, tuple(parts)))
 
 
 def seal(message: Published | Beat | Answer) -> bytes:
     """Return the bytes of a message."""
+    return _sealed(message)
+
+
+def _sealed(message: msgspec.Struct) -> bytes:
     body = _ENCODER.encode(message)
     return crc32(body).to_bytes(_CRC_BYTES, "little") + body
 
@@ -215,10 +261,14 @@ def unseal(data: bytes, kind: type[Sealed]) -> Sealed:
     return found
 
 
-def unseal_published(data: bytes) -> Published:
-    """Return what a node published. WireError as of `unseal`."""
-    found: Published = _unsealed(data, Published, "chunk, digest or rows")
-    return found
+def unseal_published(data: bytes) -> tuple[Published, ...]:
+    """Return what a node published, all of one run; at least one. WireError as of `unseal`."""
+    found: Published | Several = _unsealed(data, Published | Several, "chunk, digest or rows")
+    if not isinstance(found, Several):
+        return (found,)
+    if not found.parts:
+        raise WireError(f"message of {len(data)} bytes: expected a chunk, digest or rows in it, got none")
+    return found.parts
 
 
 def _unsealed(data: bytes, kind: Any, expected: str) -> Any:

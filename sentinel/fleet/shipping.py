@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sentinel.errors import WireError
@@ -16,7 +17,7 @@ from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_key import RunKey
-from sentinel.fleet.sealed import Answer, Published, seal, unseal
+from sentinel.fleet.sealed import Answer, Published, in_messages, seal, seal_published, unseal
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sentinel.fleet")
 
-BEAT_S = 0.25
+BEAT_S, IDLE_BEAT_S = 0.25, 1.0
+"""Seconds between what a node says, and the same where it has published nothing but heartbeats lately."""
 DISCOVER_S = 0.5
 LOOK_S = 0.02
 """Pause between two looks at the spools while data flows; four times as long while none does."""
@@ -119,7 +121,7 @@ class Shipping:
                 await asyncio.sleep(LOOK_S if self._flying else 4 * LOOK_S)
 
     async def _publish_next(self, client: Client, jetstream: JetStreamContext) -> bool:
-        """Publish one chunk of each spool, as far as the window allows; return whether there was any."""
+        """Publish one chunk of each spool, several in a message, as far as the window allows; False: there is none."""
         if not client.is_connected:
             self.blocked = "the broker is away"
             return False
@@ -128,25 +130,23 @@ class Shipping:
         if self._num_failures == 0:
             self.blocked = ""
         has_moved = False
-        for published in self._runs.next():
+        for published in in_messages(self._runs.next(WINDOW_BYTES - self._flying_bytes)):
             has_moved = True
-            data = seal(published)
+            data = seal_published(published)
             self._flying_bytes += len(data)
             task = asyncio.ensure_future(self._publish(jetstream, published, data))
             self._flying.add(task)
             task.add_done_callback(self._flying.discard)
             # Lets it hand over its bytes before the next: messages leave in order.
             await asyncio.sleep(0)
-            if self._flying_bytes >= WINDOW_BYTES:
-                break
         return has_moved
 
-    async def _publish(self, jetstream: JetStreamContext, published: Published, data: bytes) -> None:
+    async def _publish(self, jetstream: JetStreamContext, published: Sequence[Published], data: bytes) -> None:
         from nats.errors import Error
 
         try:
             await jetstream.publish(
-                subjects.raw(published.run, published.node),
+                subjects.raw(published[0].run, published[0].node),
                 data,
                 timeout=ACKNOWLEDGED_S,
                 headers={"Nats-Expected-Stream": subjects.STREAM},
@@ -160,8 +160,9 @@ class Shipping:
         finally:
             self._flying_bytes -= len(data)
 
-    def _failed(self, published: Published, error: Exception) -> None:
-        self._runs.take_back(published)
+    def _failed(self, published: Sequence[Published], error: Exception) -> None:
+        for one in published:
+            self._runs.take_back(one)
         self._num_failures += 1
         self._paused_until = time.monotonic() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self._num_failures, 10))
         words = getattr(error, "description", None) or str(error) or type(error).__name__
@@ -173,7 +174,10 @@ class Shipping:
     async def _beat(self, client: Client) -> None:
         while True:
             await self._say(client)
+            until = time.monotonic() + IDLE_BEAT_S
             await asyncio.sleep(BEAT_S)
+            while not self._runs.is_busy and time.monotonic() < until:
+                await asyncio.sleep(4 * LOOK_S)
 
     async def _say(self, client: Client, *, is_leaving: bool = False) -> None:
         from nats.errors import Error

@@ -26,7 +26,7 @@ class SpoolCopy:
 
     def __init__(self, folder: Path) -> None:
         """folder: of the copy; what lies there is gone on from."""
-        self.folder = folder
+        self.folder, self._name = folder, str(folder)
         self.num_repeated = 0
         """Chunks of which all was there already."""
         self.num_dropped = 0
@@ -36,7 +36,10 @@ class SpoolCopy:
         self._early: dict[tuple[str, int], SpoolChunk] = {}
         self._early_bytes = 0
         self.away: dict[tuple[int, int], int] = {}
-        """(file index, offset) of frames whose rows are not here -> bytes of the frame."""
+        """(file index, offset) of frames whose rows are not here -> bytes of the frame; rising."""
+        self._ack, self._ack_id = (0, 0), (0, 0, 0)
+        """What the daemon has committed, and (inode, time, bytes) of the file that says so."""
+        self._pruned_before = 0
         self._part: tuple[str, int] = ("", 0)
         """(thinned file of which a part is here, bytes of it)"""
         self._part_end = f".{secrets.token_hex(4)}.part"
@@ -72,9 +75,23 @@ class SpoolCopy:
         self.gap = max((one.turn for one in self._early.values()), default=-1)
         return num_new
 
-    def prune(self, first: int) -> None:
+    def committed(self) -> tuple[int, int]:
+        """Return what the daemon has committed: as `read_ack`, for one who asks several times a second."""
+        try:
+            found = os.stat(f"{self._name}/ack")  # noqa: PTH116 -- for each spool of a fleet
+        except OSError:
+            return 0, 0
+        if (known := (found.st_ino, found.st_mtime_ns, found.st_size)) != self._ack_id:
+            # Looked at before it is read: it is read again if it has changed since.
+            self._ack, self._ack_id = read_ack(self.folder), known
+        return self._ack
+
+    def prune(self, first: int, acked: tuple[int, int]) -> None:
         """Delete files that the node has no more, as far as the daemon has committed them. first: lowest index there."""
-        until = min(first, read_ack(self.folder)[0])
+        until = min(first, acked[0])
+        if until <= self._pruned_before:
+            return
+        self._pruned_before = until
         names = [file_name(index) for index in list_files(self.folder) if index < until]
         names += [one.name for one in list_kept(self.folder) if one.last < until]
         for name in names:
@@ -141,15 +158,14 @@ class SpoolCopy:
         del self.away[file_index, offset]
         return True
 
-    def num_away(self) -> int:
+    def num_away(self, acked: tuple[int, int]) -> int:
         """Return the number of frames whose rows are not here, and are not committed."""
-        acked = read_ack(self.folder)
-        for known in [known for known in self.away if known < acked]:
-            del self.away[known]
+        while self.away and (first := next(iter(self.away))) < acked:
+            del self.away[first]
         return len(self.away)
 
     def _find_away(self) -> None:
-        acked = read_ack(self.folder)
+        acked = self.committed()
         for index in list_files(self.folder):
             if index < acked[0]:
                 continue

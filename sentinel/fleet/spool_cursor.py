@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +145,14 @@ def without_payloads(piece: SpoolPiece) -> tuple[bytes, tuple[tuple[int, int], .
     return b"".join([*kept, data[begin:]]), tuple(away)
 
 
+def are_heartbeats(data: bytes) -> bool:
+    """Return whether there are heartbeats here and nothing else."""
+    at = 0
+    while (found := peek(data, at)) is not None and found[0] == FrameType.HEARTBEAT:
+        at += found[1]
+    return at == len(data) > 0
+
+
 def frames_of_rows(folder: Path, after: tuple[int, int]) -> Iterator[AwayFrame]:
     """Yield the frames of rows of a spool's whole files behind (file index, offset)."""
     for index in list_files(folder):
@@ -156,6 +165,7 @@ def frames_of_rows(folder: Path, after: tuple[int, int]) -> Iterator[AwayFrame]:
             at += head.num_bytes
 
 
+@functools.lru_cache(maxsize=65536)
 def last_index(name: str) -> int:
     """Return the highest index of which a file of this name has anything; -1: it is no spool file."""
     known = read_name(name)

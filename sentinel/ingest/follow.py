@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.descriptor_lookup import look_back
 from sentinel.ingest.incarnation import Incarnation, SpoolPosition, SpoolRecord
 from sentinel.ingest.problem_log import Problems
@@ -35,12 +36,11 @@ class RunFollower:
         run_dir: Path,
         *,
         on_problem: Callable[[str], None] | None = None,
-        on_the_way: Callable[[], Collection[str]] = tuple,
+        arrivals: Callable[[], Arrivals] = Arrivals,
     ) -> None:
         """on_problem: called once with each reason why a rank cannot be read; by default the reason is logged.
 
-        on_the_way: asked at each poll for the folders of spools of which more is known to exist than has come here: they are
-        behind, though they were read to their ends.
+        arrivals: asked at each poll.
         """
         self.run_dir = Path(run_dir)
         self.spool_dir = self.run_dir / "spool"
@@ -48,7 +48,11 @@ class RunFollower:
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
         """Incarnations of which more is on disk than was read, which therefore do not count as late."""
-        self._on_the_way = on_the_way
+        self._arrivals = arrivals
+        self._on_the_way: frozenset[str] = frozenset()
+        """As of the newest poll."""
+        self._unread: set[str] = set()
+        """Folders of spools that are to be looked at: they are new, something came, or more was there than was read."""
         self._problems = Problems(on_problem)
         self._screening = Screening(self.spool_dir, self._problems)
         self._order = TimeOrder()
@@ -107,19 +111,24 @@ class RunFollower:
         memory holds few steps, and an incarnation that took another's place is read after it.
         """
         # Asked before anything is read: what came by then is read below.
-        on_the_way: Collection[str] = () if final else self._on_the_way()
+        arrivals = Arrivals() if final else self._arrivals()
         self._discover()
+        if arrivals.came is None:
+            self._unread.update(self._readers)
+        else:
+            self._unread |= arrivals.came | (arrivals.on_the_way ^ self._on_the_way)
+        self._on_the_way = arrivals.on_the_way
         num_bytes = 0
         order = self._order
         ahead = order.ahead(self._readers)
-        for folder in self._readers:
+        for folder in [one for one in self._readers if one in self._unread]:
             if folder not in order.behind and folder not in ahead:
-                num_bytes += self._read(folder, final=final, is_whole=folder not in on_the_way)
+                num_bytes += self._read(folder, final=final)
         records: list[SpoolRecord] = []
         while order.behind and not (num_bytes >= POLL_BYTES and (records := order.due())):
             folder = order.furthest_behind()
             before = self._readers[folder].position
-            num_bytes += self._read(folder, final=final, is_whole=folder not in on_the_way)
+            num_bytes += self._read(folder, final=final)
             if self._readers[folder].position == before:
                 break  # unreadable just now
         records = records or order.due()
@@ -136,13 +145,15 @@ class RunFollower:
             )
         return records
 
-    def _read(self, folder: str, *, final: bool, is_whole: bool) -> int:
-        """Read one window of one spool; returns the bytes of its frames. is_whole: nothing of it is on the way."""
+    def _read(self, folder: str, *, final: bool) -> int:
+        """Read one window of one spool; returns the bytes of its frames."""
         reader = self._readers[folder]
         window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
         begin = reader.place
         frames = reader.poll(final=final, max_bytes=window)
-        self._order.note(folder, is_caught_up=reader.is_caught_up and is_whole)
+        self._order.note(folder, is_caught_up=reader.is_caught_up and folder not in self._on_the_way)
+        if reader.is_caught_up and not frames:
+            self._unread.discard(folder)
         self._report_problems(folder, reader)
         num_bytes = 1
         for frame in frames:
@@ -188,6 +199,7 @@ class RunFollower:
                 incarnation.last_wall_ns = at.left_wall_ns
             self._screening.add(incarnation)
             self._order.begin(folder)
+            self._unread.add(folder)
             self._readers[folder] = SpoolReader(
                 self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq
             )
@@ -215,6 +227,7 @@ class RunFollower:
             if name not in self._readers and parse_incarnation_folder(name) is not None:
                 self._readers[name] = SpoolReader(self.spool_dir / name)
                 self._order.begin(name)
+                self._unread.add(name)
 
     def _report_problems(self, folder: str, reader: SpoolReader) -> None:
         rank = (parse_incarnation_folder(folder) or (0, ""))[0]

@@ -17,13 +17,33 @@ from sentinel.fleet import copied_runs, spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.intake_tally import REFUSED_S
-from sentinel.fleet.node_runs import RESEND_S, NodeRuns
+from sentinel.fleet.node_runs import BUSY_S, HEARTBEATS_S, RESEND_S, NodeRuns
 from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S
-from sentinel.fleet.sealed import Answer, Beat, FilePlace, SpoolChunk, seal, unseal
+from sentinel.fleet.sealed import (
+    TOGETHER_BYTES,
+    Answer,
+    Beat,
+    FilePlace,
+    Published,
+    Several,
+    SpoolChunk,
+    in_messages,
+    seal,
+    seal_published,
+    unseal,
+    unseal_published,
+)
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import SpoolCursor
 from sentinel.fleet.subjects import raw, token
+from sentinel.ingest.follow import RunFollower
+from sentinel.messages import Heartbeat
+from sentinel.native import crc32
+from sentinel.wire.frame import Frame
 from sentinel.wire.spool import read_ack, write_ack
+from sentinel.wire.spool_reader import SpoolReader
+
+from ..support.serving import small_run
 
 FOLDER = "r00003-0123abcd"
 
@@ -231,9 +251,9 @@ def test_nothing_is_released_before_the_other_node_has_spoken(tmp_path: Path) ->
     assert fleet.copies.release() == 0, "both said so before they could know of it"
     fleet.talk()
     assert fleet.copies.release() == 100
-    assert fleet.copies.on_the_way("run") == {"r00001-0123abcd"}
+    assert fleet.copies.arrivals("run").on_the_way == {"r00001-0123abcd"}
     fleet.now += SILENT_S
-    assert fleet.copies.on_the_way("run") == frozenset(), "who is silent for long is waited for no more"
+    assert fleet.copies.arrivals("run").on_the_way == frozenset(), "who is silent for long is waited for no more"
 
 
 def test_a_run_whose_node_is_waited_for_holds_its_share_and_leaves_the_others_theirs(
@@ -352,15 +372,15 @@ def test_after_a_restart_a_spool_may_have_more_until_its_node_has_spoken(tmp_pat
     write(tmp_path / "a" / "run" / "spool" / FOLDER, "000000.spool", b"x" * 100)
     write(tmp_path / "b" / "run" / "spool" / other, "000000.spool", b"y" * 100)
     fleet.settle()
-    assert not fleet.copies.on_the_way("run")
+    assert not fleet.copies.arrivals("run").on_the_way
 
     copies = fleet.restarted("j2")
-    assert copies.on_the_way("run") == {FOLDER, other}
+    assert copies.arrivals("run").on_the_way == {FOLDER, other}
     beats = {name: next(node.beats()) for name, node in fleet.nodes.items()}
     copies.take_beat(beats["a"], is_drained=True)
-    assert copies.on_the_way("run") == {other}
+    assert copies.arrivals("run").on_the_way == {other}
     fleet.now += SILENT_S
-    assert not copies.on_the_way("run")
+    assert not copies.arrivals("run").on_the_way
 
 
 def test_a_beat_that_comes_late_takes_back_nothing(tmp_path: Path) -> None:
@@ -375,7 +395,7 @@ def test_a_beat_that_comes_late_takes_back_nothing(tmp_path: Path) -> None:
     for stale in (early, msgspec.structs.replace(early, number=("", 0)), late):
         answer = fleet.copies.take_beat(stale, is_drained=True)
         assert (answer is None) == bool(stale.number[0])
-        assert fleet.copies.on_the_way("run") == {FOLDER}
+        assert fleet.copies.arrivals("run").on_the_way == {FOLDER}
 
 
 @pytest.mark.parametrize("room", [0, 1, 60_000, 600_000])
@@ -460,6 +480,116 @@ def test_a_cursor_reads_a_file_to_its_end_though_the_next_begins_meanwhile(
 
     pieces = iter(lambda: cursor.next(2**20), None)
     assert [piece.data for piece in pieces if piece is not None] == [b"first", b", and its end", b"second"]
+
+
+class BeatingRun:
+    """A run of four ranks on one node, which has been heard of by the join."""
+
+    def __init__(self, where: Path) -> None:
+        self.fleet = Fleet(where, "a")
+        self.node = self.fleet.nodes["a"]
+        self.run = small_run(where / "a" / "run")
+        self.run.write(2)
+        self.fleet.settle()
+        self.fleet.now += HEARTBEATS_S + BUSY_S
+
+    def beats(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.run.report(rank, Heartbeat(step=2, call_id=0, activity="train"))
+
+    def published(self) -> list[Published]:
+        return list(self.node.next())
+
+
+def test_heartbeats_wait_for_each_other_and_go_with_whatever_comes(tmp_path: Path) -> None:
+    beating = BeatingRun(tmp_path)
+    node, fleet = beating.node, beating.fleet
+    assert not node.is_busy
+    beating.beats(0)
+    assert len(beating.published()) == 1, "none was published within the second"
+    beating.beats(1, 2)
+    fleet.now += 0.9 * HEARTBEATS_S
+    assert not beating.published() and not node.is_busy
+    beating.beats(3)
+    fleet.now += 0.2 * HEARTBEATS_S
+    assert len(beating.published()) == 3 and not node.is_busy
+    beating.beats(0, 1)
+    beating.run.write_rank(3, 2)
+    assert len(beating.published()) == 3 and node.is_busy
+    fleet.now += BUSY_S
+    assert not node.is_busy
+    for _ in range(3):
+        fleet.settle()
+        fleet.now += RESEND_S + 1
+    for rank in range(4):
+        folder = beating.run.folder(rank)
+        assert spool_bytes(fleet.joined / "run" / "spool" / folder.name) == spool_bytes(folder)
+
+
+def test_what_is_small_travels_together_and_what_is_large_by_itself(tmp_path: Path) -> None:
+    def chunk(folder: str, size: int, run: str = "run") -> SpoolChunk:
+        return SpoolChunk(1, "a", run, folder, "000000.spool", 0, FilePlace(), 0, bytes(size))
+
+    small = [chunk(f"r{rank:05d}-0123abcd", 100) for rank in range(4)]
+    large = chunk("r00009-0123abcd", TOGETHER_BYTES)
+    other = chunk("r00000-0123abcd", 100, "other")
+    sent = list(in_messages([*small, large, *small[:1], other]))
+    assert sent == [tuple(small), (large,), (small[0],), (other,)]
+    for parts in sent:
+        assert unseal_published(seal_published(parts)) == parts
+    assert len(list(in_messages([*small * 100]))) > 2 and not list(in_messages([]))
+    odd = msgspec.structs.replace(small[0], node="b")
+    wrongs: tuple[object, ...] = (
+        Several(3, "a", "run", ()),
+        ["several", 3, "a", "run", [small[0], odd]],
+        ["several", 3, "b", "run", small],
+    )
+    for wrong in wrongs:
+        body = msgspec.msgpack.encode(wrong)
+        with pytest.raises(WireError):
+            unseal_published(crc32(body).to_bytes(4, "little") + body)
+
+
+def test_what_no_broker_takes_of_several_is_sent_again(tmp_path: Path) -> None:
+    beating = BeatingRun(tmp_path)
+    beating.run.write(1)
+    parts = tuple(beating.published())
+    assert len(parts) == 4
+    for one in parts:
+        beating.node.take_back(one)
+    assert tuple(beating.published()) == parts
+
+
+def test_a_follower_looks_where_something_came_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beating = BeatingRun(tmp_path)
+    looked: list[str] = []
+    poll = SpoolReader.poll
+
+    def noted(self: SpoolReader, *, final: bool = False, max_bytes: int = 0) -> list[Frame]:
+        looked.append(self.directory.name)
+        return poll(self, final=final, max_bytes=max_bytes)
+
+    monkeypatch.setattr(SpoolReader, "poll", noted)
+    follower = RunFollower(beating.fleet.joined / "run", arrivals=lambda: beating.fleet.copies.arrivals("run"))
+    names = [beating.run.folder(rank).name for rank in range(4)]
+    while follower.poll():
+        pass
+    assert set(looked) == set(names)
+    follower.poll()
+    looked.clear()
+    assert not follower.poll() and not looked
+    beating.beats(2)
+    beating.fleet.settle()
+    assert [one.message.step for one in follower.poll() if isinstance(one.message, Heartbeat)] == [2]
+    assert set(looked) == {names[2]}
+    # One of which more is known to exist is behind, and so no more when nobody waits for it.
+    beating.run.write_rank(1, 2)
+    beating.fleet.talk()
+    follower.poll()
+    assert follower.behind == {beating.run.incarnation(1)}
+    beating.fleet.now += SILENT_S
+    follower.poll()
+    assert not follower.behind
 
 
 def test_subjects_have_one_token_for_any_name() -> None:

@@ -13,7 +13,16 @@ from sentinel.errors import StoreError, WireError
 from sentinel.fleet import fetched_rows
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
 from sentinel.fleet.run_copies import SILENT_S
-from sentinel.fleet.sealed import DigestPiece, Published, RowsPiece, SpoolChunk, seal, unseal_published
+from sentinel.fleet.sealed import (
+    DigestPiece,
+    Published,
+    RowsPiece,
+    SpoolChunk,
+    in_messages,
+    seal,
+    seal_published,
+    unseal_published,
+)
 from sentinel.fleet.spool_cursor import frames_of_rows
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.testing import SyntheticRun
@@ -42,19 +51,14 @@ class ThinFleet(Fleet):
 
     def turn(self) -> None:
         self.talk()
-        for published in self.nodes["n0"].next():
-            self.published.append(published)
-            self.take(published)
+        for published in in_messages(self.nodes["n0"].next()):
+            self.published += published
+            self.take(*published)
         self.copies.release()
 
-    def take(self, published: Published) -> None:
-        found = unseal_published(seal(published))
-        if isinstance(found, SpoolChunk):
-            self.copies.take_chunk(found)
-        elif isinstance(found, DigestPiece):
-            self.copies.take_digest(found)
-        else:
-            self.copies.take_rows(found)
+    def take(self, *published: Published) -> None:
+        for found in unseal_published(seal_published(published)):
+            self.copies.take(found)
 
     def missing(self) -> list[str]:
         """Return the files whose copies are not what they are at the node, though as long."""

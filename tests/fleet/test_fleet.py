@@ -241,7 +241,7 @@ def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: P
     wait_for(lambda: [read_ack(folder) for folder in folders] == [(0, 1000 * number) for number in range(1, 5)])
 
     def all_held() -> Any:
-        found = asyncio.run(overhear(BrokerConfig(server=broker.url), 0.6))
+        found = asyncio.run(overhear(BrokerConfig(server=broker.url), 1.5))
         return found if [one.node for one in found] == ["node0", "node1"] and not any(one.blocked for one in found) else None
 
     for one in wait_for(all_held):
@@ -292,7 +292,7 @@ def test_a_stream_at_its_limit_is_said_and_nothing_is_lost(
     monkeypatch.setattr(CopiedRuns, "has_room", lambda self: False)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: any("maximum bytes exceeded" in one.shipping.blocked for one in shippers))
-    said = wait_for(lambda: [one for one in asyncio.run(overhear(config, 0.6)) if one.blocked])
+    said = wait_for(lambda: [one for one in asyncio.run(overhear(config, 1.5)) if one.blocked])
     assert "maximum bytes exceeded" in said[0].blocked[0]
 
     monkeypatch.undo()

@@ -9,7 +9,7 @@ import pytest
 from ..support.fleet_faults import FaultyFleet, RecordedFleet
 
 pytestmark = pytest.mark.slow
-FENCED = 46
+FENCED = 21
 """Seed in which a join is stopped in the middle of a turn, taken over from, and goes on."""
 
 

@@ -132,7 +132,7 @@ def test_over_a_broker_a_command_of_who_has_the_key_arrives_and_a_forged_one_is_
 
         asyncio.run(forge())
         said = wait_for(
-            lambda: [one for one in asyncio.run(overhear(config, 0.6)) if any("forged" in why for why in one.blocked)]
+            lambda: [one for one in asyncio.run(overhear(config, 1.5)) if any("forged" in why for why in one.blocked)]
         )
         assert [one.node for one in said] == ["node0"] and "evil" in said[0].blocked[0]
         assert not (nodes[0] / "run" / "control" / "000099.json").exists()

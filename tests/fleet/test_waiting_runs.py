@@ -40,7 +40,7 @@ class TwoRuns:
         self.fleet.restarted()
         self.other: SyntheticRun = small_run(self.fleet.joined / "unaffected")
         self.options = ServeOptions(
-            directory=self.fleet.joined, http=None, config=CONFIG, on_the_way=self.fleet.copies.on_the_way,
+            directory=self.fleet.joined, http=None, config=CONFIG, arrivals=self.fleet.copies.arrivals,
             rows_from=self.fleet.copies.rows_of, turns=turns, drain_s=drain_s,
         )  # fmt: skip
         self.sends_rows = self.is_over = False

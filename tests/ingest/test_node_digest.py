@@ -34,8 +34,10 @@ from sentinel.judge.judge import Judge
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
+from sentinel.wire import spool_reader
 from sentinel.wire.frame import HEADER_BYTES, Buffer, Frame, FrameType, peek, scan, without_rows
-from sentinel.wire.spool_files import file_name
+from sentinel.wire.spool_files import file_name, read_window
+from sentinel.wire.spool_reader import SpoolReader
 
 from ..support.closed_steps import FollowedRun, closed_steps, seen
 from ..support.serving import small_run
@@ -121,6 +123,46 @@ def of_digests(run: SyntheticRun, there: Path) -> tuple[list[ClosedStep], list[C
     followed.finish()
     assert not followed.problems
     return whole, followed.views, source
+
+
+def test_where_rows_are_away_their_place_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(tmp_path / "run", layers=40)
+    run.write(12)
+    there = tmp_path / "there"
+    num_bytes = emptied(run.directory, there)
+    name = run.folder(1).name
+    expected = [one.header for one in SpoolReader(run.folder(1)).poll()]
+    wanted: list[int] = []
+
+    def noted(path: str, offset: int, max_bytes: int) -> tuple[bytes, int] | None:
+        found = read_window(path, offset, max_bytes)
+        wanted.append(len(found[0]) if found else 0)
+        return found
+
+    monkeypatch.setattr(spool_reader, "read_window", noted)
+    for window in (2**10, 64 * 2**10, 16 * 2**20):
+        wanted.clear()
+        reader, found = SpoolReader(there / "spool" / name), list[Frame]()
+        while more := reader.poll(max_bytes=window):
+            assert sum(memoryview(one.payload).nbytes for one in more) <= 2 * window + 2**16
+            found += more
+        assert [one.header for one in found] == expected and reader.is_caught_up
+        assert not reader.num_corrupt_bytes and not reader.num_torn
+        if window < num_bytes // 8:
+            # The first window may lie over rows: who reads does not know yet that they are away.
+            assert sum(wanted) < num_bytes // 8 + window, (window, sum(wanted))
+    # A frame whose rows are not all there is waited for, wherever the window ends.
+    path = there / "spool" / name / file_name(0)
+    rows_at = next(at for at, one in enumerate(found) if one.num_bytes_away and one.header.step == 11)
+    with path.open("r+b") as file:
+        file.truncate(found[rows_at].offset_after - 1)
+    reader, fewer = SpoolReader(there / "spool" / name), list[Frame]()
+    while more := reader.poll(max_bytes=2**10):
+        fewer += more
+    assert [one.header for one in fewer] == expected[:rows_at]
+    with path.open("r+b") as file:
+        file.truncate(found[rows_at].offset_after)
+    assert [one.header for one in reader.poll(max_bytes=2**10)] == [expected[rows_at]]
 
 
 @pytest.mark.slow

@@ -29,7 +29,16 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import JoinLease
 from sentinel.fleet.known_epochs import highest_epoch
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.sealed import MAX_MESSAGE_BYTES, Answer, Beat, SpoolChunk, seal, unseal
+from sentinel.fleet.sealed import (
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Beat,
+    in_messages,
+    seal,
+    seal_published,
+    unseal,
+    unseal_published,
+)
 from sentinel.store.journal import Commit
 from sentinel.store.lease_fence import FencedOff
 from sentinel.store.run_paths import RunPaths
@@ -191,10 +200,11 @@ class FaultyNode:
         is_cut = world.now < max(self.away_until, self.dumb_until) or world.is_down
         if not is_cut:
             for _ in range(rng.randrange(1, 4)):
-                for chunk in list(self.runs.next()):
-                    outcome = world.publish(seal(chunk))
+                for chunks in list(in_messages(self.runs.next())):
+                    outcome = world.publish(seal_published(chunks))
                     if outcome != "acknowledged":
-                        self.runs.take_back(chunk)
+                        for chunk in chunks:
+                            self.runs.take_back(chunk)
                         break
             for beat in self.runs.beats(blocked="the broker is full" if world.is_full else ""):
                 world.say("beat", seal(beat))
@@ -256,7 +266,7 @@ class WorkingJoin:
             if self.run is None and len(self.copies.nodes().get("run", {})) == len(self.world.nodes):
                 self.run = ServedRun(
                     RunPaths.of(self.world.joined / "run"), CONFIG, self.world.recorded.packs,
-                    on_the_way=lambda: self.copies.on_the_way("run"), epoch=self.lease.held_epoch,
+                    arrivals=lambda: self.copies.arrivals("run"), epoch=self.lease.held_epoch,
                 )  # fmt: skip
             if self.run is not None:
                 while self.run.turn(NOW):
@@ -374,7 +384,8 @@ class WorkingJoin:
             self._position = max(self._position, seq)
             for _ in range(2 if world.rng.random() < 0.1 else 1):
                 try:
-                    self.copies.take_chunk(unseal(data, SpoolChunk))
+                    for published in unseal_published(data):
+                        self.copies.take(published)
                 except WireError as error:
                     self.copies.refuse("stream", str(error))
         self._is_drained = not any(seq > self._position for seq, _ in world.stream)

@@ -141,7 +141,7 @@ class Join:
         has_all = len(self.copies.nodes().get("run", {})) == self._num_nodes
         if not self.intake.standby_of and self.run is None and has_all:
             self.run = ServedRun(
-                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), on_the_way=lambda: self.copies.on_the_way("run"),
+                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), arrivals=lambda: self.copies.arrivals("run"),
                 rows_from=self.copies.rows_of("run"), epoch=self.intake.epoch,
             )  # fmt: skip
         if not self.intake.standby_of and self.run is not None:
