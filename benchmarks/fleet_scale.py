@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from sentinel.daemon.config import DaemonConfig
+from sentinel.daemon.garbage import Garbage
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
@@ -192,6 +193,8 @@ def join(said: Path, joined: Path) -> dict[str, Any]:
     copies = CopiedRuns(joined, JOIN, begin_s=0.0, clock=lambda: now[0])
     packs = RulePacks(())
     packs.load()
+    # As the daemon has it.
+    Garbage(time.monotonic())
     began = time.process_time()
     run: ServedRun | None = None
     turns_s, step_turns, num_judged = 0.0, list[float](), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -15,6 +16,7 @@ from sentinel.control.config import unknown_rules
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.config_in_force import ConfigInForce
 from sentinel.daemon.disk_watch import DiskWatch
+from sentinel.daemon.garbage import Garbage
 from sentinel.daemon.http.bound_server import bound_server
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.server import HttpServer
@@ -172,6 +174,10 @@ class Daemon:
         self._disks.start()
 
     def _loop(self) -> None:
+        with contextlib.closing(Garbage(time.monotonic())) as garbage:
+            self._go_round(garbage)
+
+    def _go_round(self, garbage: Garbage) -> None:
         is_first, pause, flowed = True, FAST_POLL_S, time.monotonic()
         next_discovery = next_check = 0.0
         has_reloaded = False
@@ -201,6 +207,7 @@ class Daemon:
                 if self._http is not None:
                     self._http.start()
                 self._systemd.ready()
+            garbage.turn(now, is_idle=not has_moved)
             if has_moved:
                 flowed = now
                 pause = FAST_POLL_S

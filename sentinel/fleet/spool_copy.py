@@ -119,8 +119,7 @@ class SpoolCopy:
     def _append(self, chunk: SpoolChunk, offset: int) -> int:
         """Write what of a chunk lies behind an offset of its file."""
         data, index = chunk.whole()[offset - chunk.offset :], last_index(chunk.file)
-        make_directory(self.folder)
-        fd = create_file(self.folder / chunk.file, os.O_WRONLY | os.O_NOFOLLOW)
+        fd = self._open(chunk.file)
         try:
             at = offset
             for away, size in chunk.away:
@@ -138,6 +137,13 @@ class SpoolCopy:
                 self.away[index, chunk.offset + away - HEADER_BYTES] = HEADER_BYTES + size
         self.place = FilePlace(chunk.file, offset + len(data))
         return len(data)
+
+    def _open(self, file: str) -> int:
+        path, how = f"{self._name}/{file}", os.O_WRONLY | os.O_NOFOLLOW
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, how | os.O_CLOEXEC)
+        make_directory(self.folder)
+        return create_file(Path(path), how)
 
     def fill(self, file_index: int, offset: int, frame: bytes) -> bool:
         """Write a frame of rows where they were away; return whether they were. WireError: it is another frame.
