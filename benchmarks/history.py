@@ -1,11 +1,13 @@
 """What a history costs: the judge beside it, bytes a record, and how long questions take, beside the spool.
 
-    python benchmarks/history.py [--tensors 1000] [--steps 100000] [--judged-steps 400] [--rounds 5]
+    python benchmarks/history.py [--tensors 1000] [--steps 100000] [--judged-steps 400] [--rounds 5] [--live-rate 20]
 
 Judging: a synthetic run is judged by turns with `history.enabled`, without, and without beside a process of another program
 that moves memory, from its spool to the end; seconds of the thread that judges, and by the clock. What the third takes
-longer than the second is the machine, whose cores share a cache and a memory. Questions: of moments that nobody trained,
-written at full rate; those of a million steps: `history_scale.py`.
+longer than the second is the machine, whose cores share a cache and a memory. Live: the same run as it is written,
+`--live-rate` steps a second, by turns with a history and without; what each step takes from the moment that it is there
+until it is judged. Questions: of moments that nobody trained, written at full rate; those of a million steps:
+`history_scale.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,6 +55,32 @@ def judged_s(run_dir: Path, *, is_enabled: bool) -> tuple[float, float]:
     run.close()
     shutil.rmtree(copy)
     return took
+
+
+def live_ms(folder: Path, num_steps: int, rate: float, *, is_enabled: bool) -> list[float]:
+    """Return what each step of a run that is being written took to be judged: milliseconds by the clock."""
+    source = _run(folder / f"live-{is_enabled}")
+    packs = RulePacks(())
+    packs.load()
+    run, took, due = None, [], time.monotonic()
+    for _ in range(num_steps):
+        source.write(1)
+        due += 1.0 / rate
+        run = run or ServedRun(RunPaths.of(source.directory), DaemonConfig(history=HistoryConfig(enabled=is_enabled)), packs)
+        begun = time.perf_counter()
+        while run.turn(time.time()):
+            pass
+        took.append(1e3 * (time.perf_counter() - begun))
+        time.sleep(max(0.0, due - time.monotonic()))
+    assert run is not None
+    run.close()
+    shutil.rmtree(source.directory)
+    # Of the first steps layouts are made.
+    return took[num_steps // 10 :]
+
+
+def _run(directory: Path) -> SyntheticRun:
+    return SyntheticRun(directory, dp=2, layers=100, d_model=16, elements=8)
 
 
 @contextlib.contextmanager
@@ -104,10 +134,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--judged-steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--live-rate", type=float, default=20.0)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="history-"))
     try:
-        source = SyntheticRun(folder / "run", dp=2, layers=100, d_model=16, elements=8)
+        source = _run(folder / "run")
         source.write(options.judged_steps)
         source.end()
         print(f"judging {options.judged_steps} steps of {source.rows_per_step} rows, by turns, {options.rounds} rounds:")
@@ -122,6 +153,18 @@ def main() -> None:
             print(
                 f"  {name}: {off_s:.2f} s without, {on_s:.2f} s with a history, {beside_s:.2f} s without, beside another "
                 f"process; with a history {alone:.3f} of without, {beside:.3f} of beside another (medians of pairs)"
+            )
+        num = round(10 * options.live_rate)
+        print(f"live, {options.live_rate:g} steps a second, {num} steps by turns, {options.rounds} rounds:")
+        pairs = [
+            tuple(live_ms(folder, num, options.live_rate, is_enabled=one) for one in (False, True))
+            for _ in range(options.rounds)
+        ]
+        for name, of in (("median", median), ("p99", lambda took: float(np.quantile(took, 0.99))), ("mean", fmean)):
+            off_ms, on_ms = (median(of(one[which]) for one in pairs) for which in (0, 1))
+            ratio = median(of(on) / of(off) for off, on in pairs)
+            print(
+                f"  {name}: {off_ms:.2f} ms without, {on_ms:.2f} ms with a history; {ratio:.3f} of without (median of pairs)"
             )
         rate, size = written(folder / "long", options.tensors, options.steps)
         print(
