@@ -35,6 +35,9 @@ class CommandStatus(msgspec.Struct, kw_only=True):
     overdue_since: float | None = None
     """When the first rank was seen past its step while another had not answered."""
 
+    ended: float = 0.0
+    """When the last rank said that it was over, seconds since the epoch; 0: none did."""
+
     @property
     def is_final(self) -> bool:
         """Nothing more will become of it."""

@@ -253,14 +253,19 @@ class RunCommands:
 
     # Following.
 
-    def acknowledge(self, rank: int, ack: Ack, now: float) -> None:
-        """Take a rank's answer. Answers may come twice, and for commands that nobody here remembers."""
+    def acknowledge(self, rank: int, ack: Ack, now: float, given: float | None = None) -> None:
+        """Take a rank's answer. Answers may come twice, and for commands that nobody here remembers.
+
+        given: when the rank gave it, by its clock, seconds since the epoch; None: now. What was read late ended before.
+        """
         if self.known.get(ack.command) is None:
             self.scan(now)
         status = self.known.get(ack.command)
         if status is None or status.acks.get(rank) == ack.state:
             return
         status.acks[rank] = ack.state
+        if ack.state == "ended":
+            status.ended = max(status.ended, min(now, now if given is None else given))
         if ack.state in ("missed", "refused"):
             # Only these: thousands of ranks say `armed`, and the change of state that follows says it for all.
             self.audit.answered(rank, ack, now)

@@ -196,7 +196,7 @@ class Escalator:
             if status.state == "armed" and status.source == "policy":
                 self._note_latency(max(now - status.issued, 0.0))
             if status.state in ("ended", "withdrawn", "expired", "refused"):
-                self._quieten(command, origin, now)
+                self._quieten(command, origin, status.ended or now)
             # Of monitoring that some ranks began, those that came too late may be the ones that matter. What a trainer is
             # asked for is not asked twice.
             is_partial = status.state == "partial" and not isinstance(command, RequestAction)
@@ -264,13 +264,16 @@ class Escalator:
         }  # fmt: skip
         self._commands.audit.dry_run(details, now)
 
-    def _quieten(self, command: Any, origin: OrderOrigin | None, now: float) -> None:
-        """Leave time behind the end of what was ordered: behind monitoring, whoever ordered it, before any other."""
+    def _quieten(self, command: Any, origin: OrderOrigin | None, ended: float) -> None:
+        """Leave time behind the end of what was ordered: behind monitoring, whoever ordered it, before any other.
+
+        ended: when that was, which may be long ago for a daemon that catches up.
+        """
         for policy in self._policies.values():
             is_own = origin is not None and origin.policy == policy.name
             if is_own or (policy.action == "enable" and not isinstance(command, (DumpTensors, RequestAction))):
                 memory = self._state.policies.setdefault(policy.name, PolicyMemory())
-                memory.quiet_until = max(memory.quiet_until, now + policy.cooldown_s)
+                memory.quiet_until = max(memory.quiet_until, ended + policy.cooldown_s)
 
     def _issue(
         self, origin: OrderOrigin, newest_step: int, step_time_s: float | None, now: float, begun_s: float | None

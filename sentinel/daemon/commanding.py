@@ -163,10 +163,10 @@ class Commanding:
         """Return whether a policy, or a rule of the proposal itself, asks for anything."""
         return self._escalator.takes(proposal)
 
-    def acknowledge(self, rank: int, ack: Ack, now: float) -> None:
-        """Take a rank's answer."""
+    def acknowledge(self, rank: int, ack: Ack, now: float, given: float) -> None:
+        """Take a rank's answer. given: when it gave it, by its clock."""
         with self._mutex:
-            self._commands.acknowledge(rank, ack, now)
+            self._commands.acknowledge(rank, ack, now, given)
 
     def order(self, action: str, request: Mapping[str, Any], now: float) -> dict[str, Any]:
         """Do what a person asks; StoreError, ConfigError or ValidationError when it cannot be."""

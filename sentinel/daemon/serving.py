@@ -349,7 +349,7 @@ class ServedRun:
         self._history.receive(records)
         for record in records:
             if isinstance(record.message, Ack):
-                self.commanding.acknowledge(record.incarnation.rank, record.message, now)
+                self.commanding.acknowledge(record.incarnation.rank, record.message, now, record.time_ns / 1e9)
             elif isinstance(record.message, Heartbeat):
                 self._marks.take_heartbeat(record.message, record.incarnation.attempt or 0, record.time_ns / 1e9)
         with self._meters.stages.measure("assemble"):

@@ -116,6 +116,11 @@ class Shipping:
                     return True
                 self._runs.send_rows()
                 if now >= until:
+                    log.warning(
+                        "node %s: ended after %g s with %d bytes, and rows of %d frames, that the join does not hold; %s",
+                        self._runs.node, self._drain_s, self._runs.num_waiting_bytes, self._runs.num_away,
+                        self.blocked or "it has not said why",
+                    )  # fmt: skip
                     return False
             if not has_moved:
                 await asyncio.sleep(LOOK_S if self._flying else 4 * LOOK_S)

@@ -125,8 +125,8 @@ class Bench:
         issued = self.escalator.consider(proposal, newest_step=newest_step, step_time_s=0.1, now=self.now)
         return issued if len(issued) > 1 else issued[0] if issued else None
 
-    def answer(self, command, state, rank=0):
-        self.run_commands.acknowledge(rank, Ack(command=command.id, state=state, step=0), self.now)
+    def answer(self, command, state, rank=0, given=None):
+        self.run_commands.acknowledge(rank, Ack(command=command.id, state=state, step=0), self.now, given)
 
     def tick(self, ended):
         changed = self.run_commands.tick(ended, self.now)
@@ -183,6 +183,20 @@ def test_a_fault_that_comes_back_after_the_end_is_looked_for_again_and_longer(tm
     second = bench.consider(3, newest_step=80)
 
     assert second.for_steps == 40
+
+
+@pytest.mark.parametrize(("given", "why"), [(988.0, []), (992.0, ["cooling down"]), (5000.0, ["cooling down"])])
+def test_what_ended_while_nobody_looked_is_waited_for_from_its_end(tmp_path, given, why):
+    # A daemon that was away reads within a moment that monitoring began, that it ended, and what came afterwards.
+    bench = Bench(tmp_path, cooldown_s=10.0)
+    first = bench.consider(1)
+    bench.answer(first, "armed")
+    bench.tick({0: 40})
+    bench.answer(first, "ended", given=given)
+    bench.tick({0: 170})
+
+    assert (bench.consider(2, newest_step=170) is None) is bool(why)
+    assert bench.why_not() == why
 
 
 def test_a_command_that_came_too_late_is_issued_anew_with_more_time(tmp_path):
