@@ -47,7 +47,7 @@ def sql(runs_and_query: tuple[str, ...], form: str, output: str | None, as_json:
     written but the answer. A RUN may be a URL, as s3://bucket/runs/NAME, under which `sentinel history push` put it: then
     its store is asked for ranges of these files, and for nothing else.
 
-    The daemon writes a history where its configuration says `history: {enabled: true}`.
+    The daemon writes a history unless its configuration says `history: {enabled: false}`.
     """
     *named, query = runs_and_query
     form = "jsonl" if as_json else form

@@ -15,7 +15,7 @@ FOLDER = "history"
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the daemon writes into `<run>/history/`, for `sentinel sql` and for other tools that read Parquet."""
 
-    enabled: bool = False
+    enabled: bool = True
     """Whether it is written at all. What was judged before it was switched on is not in it."""
 
     full_steps: int = 10_000

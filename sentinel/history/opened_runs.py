@@ -192,7 +192,7 @@ class OpenedRuns:
             if not isinstance(place, RemoteRun) and not (place / FOLDER / MANIFEST).is_file():
                 raise StoreError(
                     f"{place}: expected a run with a history, there is none in {place / FOLDER}; the daemon writes "
-                    "it where its configuration says history: {enabled: true}. Without it anomalies(), incidents(), "
+                    "it unless its configuration says history: {enabled: false}. Without it anomalies(), incidents(), "
                     "histogram(...) and traces(...) work, and sentinel export reads the spool"
                 )
 

@@ -119,8 +119,8 @@ def _prepare(
             folder = str((place / FOLDER).absolute())
             if not manifest.files and not (place / FOLDER).is_dir():
                 raise NotThere(
-                    f"{place}: expected a run with a history in {folder}, there is none; the daemon writes it where its "
-                    "configuration says history.enabled; sentinel export reads the spool"
+                    f"{place}: expected a run with a history in {folder}, there is none; the daemon writes it unless its "
+                    "configuration says history: {enabled: false}; sentinel export reads the spool"
                 )
             if cache is not None and any(one.level == 0 for one in manifest.of("moments")):
                 young = f"young_{number}"

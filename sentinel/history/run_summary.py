@@ -79,7 +79,7 @@ def _extent(place: RunPlace) -> str:
         elif isinstance(place, RemoteRun) or (place / FOLDER / MANIFEST).is_file():
             said.append("a history with no step yet")
         else:
-            said.append("no history: the daemon writes one where its configuration says history: {enabled: true}")
+            said.append("no history: the daemon writes one unless its configuration says history: {enabled: false}")
     except SentinelError as error:
         said.append(str(error))
     ranks = _ranks(place)

@@ -25,6 +25,7 @@ MAX_FILES = 200_000
 MAX_DEPTH = 6
 CHUNK_BYTES = 2**20
 
+HISTORY = "history"
 _FOLDERS = frozenset({"spool", "anomalies", "control", "acts", "attempts", "structure", "dumps"})
 _FILES = frozenset({"incidents.jsonl"})
 _STATE_FILES = frozenset({"journal.sqlite", "journal.sqlite-wal"})
@@ -80,6 +81,8 @@ def _why_not(folder: int, name: str, inside: str, depth: int) -> str:
     if inside == ".daemon/":
         return "" if is_file and name in _STATE_FILES else "not needed, and not believed"
     if not inside:
+        if is_folder and name == HISTORY:
+            return "Parquet of others is not read here"
         is_known = name in (_FOLDERS | {".daemon"} if is_folder else _FILES)
         return "" if is_known else "no part of a run"
     if not _NAME.fullmatch(name):

@@ -252,7 +252,7 @@ def test_what_was_found_is_told_without_a_history(tmp_path: Path) -> None:
         ("i2", "open", 7), ("i1", "open", 12), ("i3", "resolved", 7),
     ]  # fmt: skip
     assert run.incidents(state="resolved")["id"] == ["i3"]
-    with pytest.raises(StoreError, match=r"expected a run with a history.*enabled: true.*anomalies\(\), incidents\(\)"):
+    with pytest.raises(StoreError, match=r"expected a run with a history.*enabled: false.*anomalies\(\), incidents\(\)"):
         run.series("loss")
     assert "no history" in repr(run) and "worst" in repr(run)
 

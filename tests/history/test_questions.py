@@ -87,7 +87,7 @@ def test_a_query_reads_no_other_file_and_writes_none(
 
 
 def test_a_run_without_a_history_is_said(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"expected a run with a history in .*history.enabled"), asking({"run": tmp_path}):
+    with pytest.raises(StoreError, match=r"expected a run with a history in .*enabled: false"), asking({"run": tmp_path}):
         pass
 
 

@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
+from sentinel.daemon.config import DaemonConfig
+from sentinel.history.config import HistoryConfig
 from sentinel.messages import Heartbeat
 from sentinel.rules.language.listing import check_packs
 from sentinel.testing import BlowUp, LossJump, Nan
@@ -344,11 +346,12 @@ def test_a_run_without_steps_says_so(looked: Looked) -> None:
 
 def test_a_run_without_a_history_shows_what_is_in_memory_and_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
     small_run(tmp_path / "plain").write(30)
-    with daemon(tmp_path) as one, Looked(browser, url(tmp_path)) as looked:
+    config = DaemonConfig(history=HistoryConfig(enabled=False))
+    with daemon(tmp_path, config=config) as one, Looked(browser, url(tmp_path)) as looked:
         shown(one.api.is_ready, "the daemon")
-        page = looked.go("/#/runs/plain", "history: {enabled: true}")
+        page = looked.go("/#/runs/plain", "history: {enabled: false}")
         page.locator("figure.plot").first.get_by_text("last 4").wait_for()
-        looked.go("/#/runs/plain/layers", "history: {enabled: true}")
+        looked.go("/#/runs/plain/layers", "history: {enabled: false}")
 
     assert {"404" in one for one in looked.complaints} == {True}
 

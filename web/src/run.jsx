@@ -37,8 +37,8 @@ export function NoHistory({ problem }) {
   if (!HAS_NONE.includes(problem.status)) return <p class="problem" role="alert">The history gives no answer: {seen(problem.message)}</p>;
   return (
     <p class="notice">
-      {seen(problem.message)}. Without a history the page shows what the daemon still has in memory: switch it on with{" "}
-      <code>history: {"{enabled: true}"}</code> in the daemon's configuration, and install <code>duckdb</code> beside it.
+      {seen(problem.message)}. Without a history the page shows what the daemon still has in memory: take{" "}
+      <code>history: {"{enabled: false}"}</code> out of the daemon's configuration, and install <code>duckdb</code> beside it.
     </p>
   );
 }
