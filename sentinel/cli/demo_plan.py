@@ -46,8 +46,9 @@ FLEET_PLAN = DemoPlan(
     num_steps=330, step_time_s=0.15, batch_step=80, nan_steps=tuple(range(170, 330, 10)), module="blocks.2.mlp.fc1",
     segment="blocks.2", rank=3,
 )  # fmt: skip
-"""Of two nodes with two ranks each: the NaN is on the second node. It comes again for 24 s at least, by the seconds that a step
-takes: the join is away for 12 s, from when it has told of the batch, which on a busy machine is late, and looks closer then."""
+"""Of two nodes with two ranks each: the NaN is on the second node. It comes again for 24 s at least, by the seconds that a
+step takes: the join is away for 12 s, from when it has told of the batch, which on a busy machine is late; then it looks
+closer."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
