@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from sentinel.ingest.follow import RunFollower
@@ -25,13 +25,13 @@ _ROWS = int(FrameType.ROWS)
 class RunDigests:
     """Follows the spools of one run on this machine. Has no clock and no thread."""
 
-    def __init__(self, run_dir: Path, kinds: frozenset[str]) -> None:
-        """kinds: as of `DigestMaker`."""
+    def __init__(self, run_dir: Path, kinds: frozenset[str], on_the_way: Callable[[], Collection[str]] = tuple) -> None:
+        """kinds: as of `DigestMaker`. on_the_way: as of `RunFollower`."""
         self.num_rows = 0
         """Rows that are in digests."""
         self.num_loud = 0
         """Steps of a machine of which none was made: a value is not finite, or copies differ."""
-        self._follower = RunFollower(run_dir, on_problem=_nobody)
+        self._follower = RunFollower(run_dir, on_problem=_nobody, on_the_way=on_the_way)
         self._maker = DigestMaker(kinds)
         self._layouts: dict[str, LayoutCache] = {}
         self._open: dict[tuple[bytes, int], RankPartOfStep] = {}

@@ -46,6 +46,12 @@ class SpoolCopy:
         """Behind all that is here."""
         self._find_away()
 
+    def begin(self) -> None:
+        """Where nothing is here yet, begin with the file in which what is committed ends: what is before it is not taken."""
+        index = read_ack(self.folder)[0]
+        if index and self.place == FilePlace():
+            self.place = FilePlace(file_name(index), 0)
+
     def take(self, chunk: SpoolChunk) -> int:
         """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
         last = last_index(chunk.file)
