@@ -214,6 +214,10 @@ class NodeRuns:
             if spool.held is not None or spool.refused
         }  # fmt: skip
 
+    def is_to(self, answer: Answer) -> bool:
+        """Return whether an answer is to a beat of ours, or says not to which."""
+        return answer.to[0] in ("", self._session)
+
     def echo(self, run: str) -> tuple[str, int]:
         """Return (join, stamp) of the newest answer of a run; ("", 0): there was none."""
         known = self._runs.get(run)

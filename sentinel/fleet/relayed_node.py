@@ -141,7 +141,9 @@ class RelayedNode:
         self._is_due = True
 
     def take_answer(self, answer: Answer, *, has_signature: bool) -> None:
-        """Go by what the join says; the node hears of it with its next answer."""
+        """Go by what the join says; the node hears of it with its next answer. What was said to another worker passes by."""
+        if has_signature and not self._runs.is_to(answer):
+            return
         self._runs.take_answer(answer, has_signature=has_signature)
         self._is_due = True
         if self._runs.echo(answer.run) != (answer.join, answer.stamp):

@@ -89,7 +89,7 @@ def test_a_server_that_ends_at_once_is_said_in_its_own_words(
 
     assert "broker does not start: no room; see " in said
     users = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "fleet" / "credentials").iterdir()}
-    assert users == dict.fromkeys(["ca.pem", "join", "status", "node-1", "node-2"], 0o600)
+    assert users == dict.fromkeys(["ca.pem", "join", "worker", "status", "node-1", "node-2"], 0o600)
 
 
 @pytest.mark.slow

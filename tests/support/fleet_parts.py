@@ -95,6 +95,19 @@ class Shipper:
         return self.is_drained
 
 
+class StoppablePartitions(PartitionLeases):
+    """Of a worker that may be stopped, or killed: the broker hears nothing of it any more."""
+
+    is_stopped = False
+
+    async def step(self, jetstream: Any) -> bool:
+        return False if self.is_stopped else await super().step(jetstream)
+
+    async def give_back(self, jetstream: Any) -> None:
+        if not self.is_stopped:
+            await super().give_back(jetstream)
+
+
 class Worker:
     """One worker in a thread, which can be left in the lurch."""
 
@@ -104,11 +117,11 @@ class Worker:
         url: str,
         kinds: frozenset[str],
         name: str = "w1",
-        leases: PartitionLeases | None = None,
+        leases: StoppablePartitions | None = None,
         key: RunKey | None = None,
     ) -> None:
         directory.mkdir(exist_ok=True)
-        self.leases = leases or PartitionLeases(name, ALONE)
+        self.leases = leases or StoppablePartitions(name, ALONE)
         self.worker = PartitionWorker(directory, BrokerConfig(server=url), self.leases, kinds=kinds, key=key)
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -130,6 +143,11 @@ class Worker:
         goes_on = threading.Event()
         self._loop.call_soon_threadsafe(goes_on.wait, 120.0)
         return goes_on.set
+
+    def drop(self) -> None:
+        """End it as a kill does: it says nothing to anybody."""
+        self.leases.is_stopped = True
+        self.end()
 
     def end(self) -> None:
         """Have it end in order."""
