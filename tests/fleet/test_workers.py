@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from sentinel.cli.main import BAD_USAGE, run_cli
 from sentinel.command import Command
 from sentinel.control.commands import RunCommands
 from sentinel.fleet.broker import BrokerConfig
@@ -31,7 +35,7 @@ from ..support.fleet_parts import (
 )
 from ..support.nats_broker import NatsBroker
 from ..support.serving import NOW, judge_run
-from ..support.waiting import wait_for
+from ..support.waiting import wait_for, wait_for_words
 from .test_digests import KINDS, STEPS, with_faults
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -241,3 +245,40 @@ def test_acks_and_commands_of_who_has_the_key_pass_a_worker_and_status_says_who_
     fleet.worker()
     fleet.goes_on()
     fleet.finish()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_processes_of_workers_that_are_stopped_and_killed_come_to_the_same(tmp_path: Path, broker: NatsBroker) -> None:
+    fleet = Relayed(tmp_path, broker, "pp2 dp2", num_steps=14)
+    logs = [tmp_path / "log-1", tmp_path / "log-2"]
+
+    def begin(number: int) -> subprocess.Popen[bytes]:
+        arguments = ["worker", str(tmp_path / f"w{number}"), "--server", broker.url, "--takeover-s", "5"]
+        with logs[number - 1].open("ab") as output:
+            return subprocess.Popen([sys.executable, "-m", "sentinel.cli", *arguments], stdout=output, stderr=output)
+
+    running = [begin(1)]
+    try:
+        wait_for(fleet.has_all, timeout_s=300.0)
+        running.append(begin(2))
+        wait_for_words(logs[1], "has 32 of 64")
+        running[0].send_signal(signal.SIGSTOP)
+        fleet.run.write(10)
+        go_on(fleet.run, fleet.nodes)
+        wait_for_words(logs[1], "has 64 of 64")
+        wait_for(fleet.has_all, timeout_s=300.0)
+        running[0].send_signal(signal.SIGCONT)
+        wait_for_words(logs[0], "begins anew", "has 32 of 64")
+        running[1].kill()
+        running[1].wait()
+        fleet.goes_on()
+        wait_for(lambda: logs[0].read_text().count("has 64 of 64") == 2)
+        assert run_cli(["worker", str(tmp_path / "w1"), "--server", broker.url]) == BAD_USAGE
+        fleet.finish()
+        running[0].send_signal(signal.SIGTERM)
+        assert running[0].wait(60) == 0, logs[0].read_text()
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
