@@ -101,7 +101,7 @@ def _lines(fleet: FleetProcesses, are_reads_open: bool) -> list[str]:
         f"page         {fleet.url}  (runs in {fleet.joined}{key})",
         "trainers     the ranks of a node get its directory, and all ranks one name of the run:",
         *(f"  {node:<10} SENTINEL_DIR={shlex.quote(str(path))} SENTINEL_RUN=NAME" for node, path in shown),
-        f"credentials  {fleet.credentials}  (ca.pem, and a login of each node, of join and of status)",
+        f"credentials  {fleet.credentials}  (ca.pem, and a login of each node, of join, worker and status)",
         f"next         {_status_command(fleet)}",
     ]
 

@@ -54,7 +54,7 @@ def ship(
     log_level: str,
     to_workers: bool,
 ) -> int:
-    """Publish the spools in DIRECTORY, a directory of runs on this machine, as they are written.
+    """Publish the spools in DIRECTORY, a directory of runs on this machine, as they are written: all their frames.
 
     Default: $SENTINEL_DIR, else ./sentinel_runs. Trainers are not touched: what the broker does not take waits in their
     spools. SIGTERM and SIGINT wait until the join holds everything (exit code 0), or for --drain-s (1).

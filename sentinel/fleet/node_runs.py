@@ -200,19 +200,13 @@ class NodeRuns:
         return not self.num_waiting_bytes and not self.num_away and all(spool.is_passed_on for spool in spools)
 
     def held(self, run: str) -> dict[str, SpoolHeld]:
-        """Return what the join said last of each spool of a run of which it said anything.
-
-        `is_passed_on`: whether it has all that lies here, and every row of it that it has not committed.
-        """
-        known, now = self._runs.get(run), self._clock()
+        """Return what the join said last of each spool of a run of which it said anything."""
+        known = self._runs.get(run)
         return {
-            folder: SpoolHeld(
-                spool.held or FilePlace(), spool.acked, refused=spool.refused,
-                is_passed_on=not spool.num_away and not self._head(spool, now).waiting_bytes,
-            )
+            folder: SpoolHeld(spool.held or FilePlace(), spool.acked, refused=spool.refused)
             for folder, spool in (() if known is None else known.spools.items())
             if spool.held is not None or spool.refused
-        }  # fmt: skip
+        }
 
     def is_to(self, answer: Answer) -> bool:
         """Return whether an answer is to a beat of ours, or says not to which."""

@@ -150,6 +150,8 @@ class PartitionWorker:
                 await self._begin(client, number, epoch)
 
     async def _begin(self, client: Client, number: int, epoch: int) -> None:
+        from nats.errors import Error
+
         async def take_beat(message: Msg) -> None:
             await self._take_beat(client, partition, message)
 
@@ -158,7 +160,10 @@ class PartitionWorker:
             has_room=lambda: all(one.has_room() for one in self.nodes.of(number)),
             may_act=lambda: self._leases.is_held(number, epoch), is_shared=True,
         )  # fmt: skip
-        subscription = await client.subscribe(subjects.in_partition(subjects.FRAMES_BEATS, number), cb=take_beat)
+        try:
+            subscription = await client.subscribe(subjects.in_partition(subjects.FRAMES_BEATS, number), cb=take_beat)
+        except (Error, OSError):
+            return  # The connection was lost: it is tried again.
         partition = self._partitions[number] = _Partition(number, epoch, reader, subscription)
 
     async def _let_go(self, number: int) -> None:

@@ -7,6 +7,7 @@ committed; and what the node's spools hold, and as of when, is what the node sai
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import msgspec
 
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.sealed import MAX_COMMANDS, Answer, Beat, DigestPiece, Published, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.sealed import MAX_COMMANDS, Answer, Beat, DigestPiece, Published, SpoolChunk, SpoolHead
 from sentinel.fleet.spool_copy import MAX_INDEX
 from sentinel.fleet.subjects import partition_of, token
 from sentinel.private_files import make_directory
@@ -56,9 +57,11 @@ class RelayedNode:
         self.is_outdated = False
         """Of what is here the beginning is missing for the join that works now: it is to be copied anew."""
         self._directory, self._worker = directory / token(node), worker
+        # Another worker may be called the same, and its answers count by another clock.
+        self._name = f"{worker} {secrets.token_hex(4)}"
         shutil.rmtree(self._directory, ignore_errors=True)
         make_directory(self._directory)
-        self.copies = CopiedRuns(self._directory, worker, begin_s=0.0, clock=clock, on_problem=on_problem)
+        self.copies = CopiedRuns(self._directory, self._name, begin_s=0.0, clock=clock, on_problem=on_problem)
         self._runs = NodeRuns(
             self._directory, node, digested_kinds=kinds, on_the_way=self.copies.on_the_way, clock=clock,
             on_problem=on_problem, is_signed=is_signed,
@@ -115,14 +118,13 @@ class RelayedNode:
         if answer.spools.keys() - theirs.keys():
             return None
         self._echoes[beat.run].append((answer.stamp, self._runs.echo(beat.run)))
-        spools = {folder: self._answered(ours, theirs[folder]) for folder, ours in answer.spools.items()}
+        # What is committed is the join's word already: it lies beside the copy.
+        is_passed_on = beat.is_ending and self._runs.is_held
+        spools = {
+            folder: theirs[folder] if theirs[folder].refused else msgspec.structs.replace(ours, is_passed_on=is_passed_on)
+            for folder, ours in answer.spools.items()
+        }
         return msgspec.structs.replace(answer, spools=spools)
-
-    def _answered(self, ours: SpoolHeld, theirs: SpoolHeld) -> SpoolHeld:
-        """Return what the node is told of a spool. What is committed is the join's word: it lies beside the copy."""
-        if theirs.refused:
-            return theirs
-        return msgspec.structs.replace(ours, is_passed_on=theirs.is_passed_on)
 
     # For the join.
 
@@ -186,7 +188,7 @@ class RelayedNode:
     def _echo(self, said: Beat) -> tuple[str, int]:
         """Return what of the join the worker had heard when it gave the answer that the node had heard when it looked."""
         echoes, found = self._echoes[said.run], ("", 0)
-        while said.echo[0] == self._worker and echoes and echoes[0][0] <= said.echo[1]:
+        while said.echo[0] == self._name and echoes and echoes[0][0] <= said.echo[1]:
             found = echoes[0][1]
             if len(echoes) == 1 or echoes[1][0] > said.echo[1]:
                 break

@@ -181,7 +181,7 @@ class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
     is_waiting: bool = False
     """Whether chunks of it wait for nodes that are behind, and so are not in `held`."""
     is_passed_on: bool = True
-    """Whether the join has all that whoever answers holds: not so where a worker does, and passes it on."""
+    """Whether the join has all that whoever answers holds, where the node ends: it may not be so where a worker answers."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
