@@ -105,6 +105,15 @@ class CopiedRuns:
 
     # What nodes publish.
 
+    def take(self, published: Published) -> None:
+        """Take in whatever it is."""
+        if isinstance(published, SpoolChunk):
+            self.take_chunk(published)
+        elif isinstance(published, DigestPiece):
+            self.take_digest(published)
+        else:
+            self.take_rows(published)
+
     def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in a chunk, which is written when every node of its run has spoken since."""
         with self._lock:

@@ -21,7 +21,7 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_st
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.run_key import UNSIGNED, RunKey
-from sentinel.fleet.sealed import Beat, DigestPiece, Published, SpoolChunk, seal, unseal, unseal_published
+from sentinel.fleet.sealed import Beat, Published, seal, unseal, unseal_published
 from sentinel.fleet.stream_reader import StreamReader
 from sentinel.join_health import JoinHealth
 from sentinel.printable import printable
@@ -252,14 +252,8 @@ class JoinIntake:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
         self.num_taken_bytes += len(message.data)
-        if not self._is_its_own(message, published):
-            return
-        if isinstance(published, SpoolChunk):
-            self._copies.take_chunk(published)
-        elif isinstance(published, DigestPiece):
-            self._copies.take_digest(published)
-        else:
-            self._copies.take_rows(published)
+        if self._is_its_own(message, published):
+            self._copies.take(published)
 
     def _is_its_own(self, message: Msg, said: Published | Beat) -> bool:
         """Return whether a message came under the name that it has: a broker with permissions vouches for the subject."""

@@ -106,7 +106,13 @@ class SpoolCopy:
         return self._append_part(chunk)
 
     def _append(self, chunk: SpoolChunk, offset: int) -> int:
-        """Write what of a chunk lies behind an offset of its file."""
+        """Write what of a chunk lies behind an offset of its file; return the bytes behind it."""
+        behind = offset
+        for away, size in chunk.away:
+            header = chunk.offset + away - HEADER_BYTES
+            if header < offset < chunk.offset + away + size:
+                # The beginning of this frame was here before it was whole, as it is: without its rows it has another header.
+                offset = header
         data, index = chunk.whole()[offset - chunk.offset :], last_index(chunk.file)
         make_directory(self.folder)
         fd = create_file(self.folder / chunk.file, os.O_WRONLY | os.O_NOFOLLOW)
@@ -126,7 +132,7 @@ class SpoolCopy:
             if chunk.offset + away - HEADER_BYTES >= offset:
                 self.away[index, chunk.offset + away - HEADER_BYTES] = HEADER_BYTES + size
         self.place = FilePlace(chunk.file, offset + len(data))
-        return len(data)
+        return offset + len(data) - behind
 
     def fill(self, file_index: int, offset: int, frame: bytes) -> bool:
         """Write a frame of rows where they were away; return whether they were. WireError: it is another frame.

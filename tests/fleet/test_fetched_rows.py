@@ -48,13 +48,7 @@ class ThinFleet(Fleet):
         self.copies.release()
 
     def take(self, published: Published) -> None:
-        found = unseal_published(seal(published))
-        if isinstance(found, SpoolChunk):
-            self.copies.take_chunk(found)
-        elif isinstance(found, DigestPiece):
-            self.copies.take_digest(found)
-        else:
-            self.copies.take_rows(found)
+        self.copies.take(unseal_published(seal(published)))
 
     def missing(self) -> list[str]:
         """Return the files whose copies are not what they are at the node, though as long."""

@@ -3,7 +3,6 @@ where the join has committed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,12 +12,15 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.relayed_node import RelayedNode
 from sentinel.fleet.run_copies import SILENT_S
-from sentinel.fleet.sealed import Beat, DigestPiece, Published, SpoolChunk, seal, unseal_published
+from sentinel.fleet.sealed import VERSION, Beat, DigestPiece, FilePlace, Published, SpoolChunk, seal, unseal_published
+from sentinel.fleet.spool_copy import SpoolCopy
+from sentinel.fleet.spool_cursor import SpoolPiece, frames_of_rows, without_payloads
 from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.testing import SyntheticRun
+from sentinel.wire.frame import HEADER_BYTES
 from sentinel.wire.spool import read_ack, write_ack
-from sentinel.wire.spool_files import list_files
+from sentinel.wire.spool_files import file_name, list_files
 
 from ..support.serving import small_run
 
@@ -76,12 +78,7 @@ class Chain:
                 self.worker.take_answer(answer, has_signature=False)
         for published in self.worker.next():
             self.to_join.append(published)
-            found = unseal_published(seal(published))
-            take: Callable[..., None] = (
-                self.join.take_chunk if isinstance(found, SpoolChunk)
-                else self.join.take_digest if isinstance(found, DigestPiece) else self.join.take_rows
-            )  # fmt: skip
-            take(found)
+            self.join.take(unseal_published(seal(published)))
         self.join.release()
 
     def folders(self) -> list[Path]:
@@ -212,6 +209,28 @@ def test_who_spoke_last_of_a_node_is_forgotten_when_it_is_silent_or_leaves() -> 
     assert not epochs.is_former("n0", 1) and epochs.newest("n0") == 1
     epochs.forget("n0")
     assert not epochs.is_former("n0", 0) and epochs.newest("n0") == 0
+
+
+@pytest.mark.parametrize("num_torn", [1, 50, HEADER_BYTES, 150])
+def test_a_frame_whose_beginning_came_as_it_is_has_the_header_of_one_without_rows(tmp_path: Path, num_torn: int) -> None:
+    run = small_run(tmp_path / "run")
+    run.write(2)
+    folder = run.folder(0)
+    frames, data, name = list(frames_of_rows(folder, (0, 0))), (folder / file_name(0)).read_bytes(), file_name(0)
+    begin, copy = frames[0].offset, SpoolCopy(tmp_path / folder.name)
+
+    def take(offset: int, data: bytes, away: tuple[tuple[int, int], ...] = ()) -> int:
+        after = FilePlace(name, offset) if offset else FilePlace()
+        return copy.take(SpoolChunk(VERSION, "n0", "run", folder.name, name, offset, after, 0, data, away))
+
+    # A writer had begun the frame when it was read first; who comes after read it when it was whole.
+    assert (take(0, data[:begin]), take(begin, data[begin : begin + num_torn])) == (begin, num_torn)
+    thin = without_payloads(SpoolPiece(name, begin, FilePlace(name, begin), 0, data[begin:]))
+    assert take(begin, *thin) == len(data) - begin - num_torn
+    assert copy.place == FilePlace(name, len(data)) and len(copy.away) == len(frames)
+    for one in frames:
+        assert copy.fill(0, one.offset, data[one.offset : one.offset + one.num_bytes])
+    assert (copy.folder / name).read_bytes() == data
 
 
 def _chunks(published: list[Published]) -> list[SpoolChunk]:
