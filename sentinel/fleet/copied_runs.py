@@ -97,6 +97,12 @@ class CopiedRuns:
     def _held_bytes(self) -> int:
         return sum(run.held_bytes for run in self._runs.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        with self._lock:
+            return self._held_bytes
+
     def on_the_way(self, run: str) -> frozenset[str]:
         """Return the folders of a run's spools of which more is known to exist than is here."""
         with self._lock:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sentinel.fleet")
 
+BATCH = 16
+"""Messages of a partition that are taken at once."""
 RELEASE_S = 0.05
 REPORT_S = 0.5
 LOOK_S = 0.1
@@ -158,7 +160,7 @@ class PartitionWorker:
         reader = StreamReader(
             subjects.FRAMES_STREAM, subjects.in_partition(subjects.FRAMES, number), take=self._take_message,
             has_room=lambda: all(one.has_room() for one in self.nodes.of(number)),
-            may_act=lambda: self._leases.is_held(number, epoch), is_shared=True,
+            may_act=lambda: self._leases.is_held(number, epoch), is_shared=True, batch=BATCH,
         )  # fmt: skip
         try:
             subscription = await client.subscribe(subjects.in_partition(subjects.FRAMES_BEATS, number), cb=take_beat)

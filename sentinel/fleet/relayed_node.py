@@ -24,6 +24,8 @@ from sentinel.private_files import make_directory
 
 MAX_AHEAD_BYTES = 512 * 2**20
 """Most bytes of a node's spools that a worker has and the join has not: past it nothing more of its partition is taken."""
+MAX_HELD_BYTES = 16 * 2**20
+"""Bytes of a node that wait for its beat, past which no more is taken: what is made of them at once takes some 0.3 s."""
 MAX_ECHOES = 256
 """Answers to a node of which it is known what the join had said by then: those of a minute."""
 
@@ -76,6 +78,8 @@ class RelayedNode:
         """What is to be published next."""
         self._is_due = False
         """There may be more."""
+        self._has_copied = False
+        """More was written into the copies than was looked at."""
 
     def delete(self) -> None:
         """Delete the copies: the node has all that matters."""
@@ -85,7 +89,7 @@ class RelayedNode:
 
     def has_room(self) -> bool:
         """Return whether anything more may be taken."""
-        return self.copies.has_room() and self._num_ahead < MAX_AHEAD_BYTES
+        return self.copies.held_bytes < MAX_HELD_BYTES and self._num_ahead < MAX_AHEAD_BYTES
 
     def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in what the node published of a spool of which the join has spoken; other chunks come again."""
@@ -93,9 +97,9 @@ class RelayedNode:
             self.copies.take_chunk(chunk)
 
     def release(self) -> None:
-        """As `CopiedRuns.release`."""
-        if self.copies.release():
-            self._is_due = True
+        """As `CopiedRuns.release`, where what was copied before has been looked at."""
+        if not self._has_copied and self.copies.release():
+            self._is_due = self._has_copied = True
 
     def take_beat(self, beat: Beat, *, is_drained: bool) -> Answer | None:
         """Take in what the node says, to be passed on, and return the answer.
@@ -133,7 +137,7 @@ class RelayedNode:
         if not self._ready and self._is_due:
             # All at once: what is copied meanwhile might be such an end.
             self._ready.extend(map(self._with_epoch, self._runs.next()))
-            self._is_due = bool(self._ready)
+            self._is_due, self._has_copied = bool(self._ready), False
         while self._ready:
             yield self._ready.popleft()
 

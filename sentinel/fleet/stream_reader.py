@@ -33,15 +33,17 @@ class StreamReader:
         has_room: Callable[[], bool],
         may_act: Callable[[], bool],
         is_shared: bool = False,
+        batch: int = BATCH,
     ) -> None:
         """subject: of what is read. take: handed each message. has_room: nothing more is read while it says no. may_act:
-        asked before each act. is_shared: others read other subjects of the stream, whose messages stay.
+        asked before each act. is_shared: others read other subjects of the stream, whose messages stay. batch: most messages
+        that are taken at once.
         """
         self.is_connected = False
         """Whether the stream is read."""
         self.is_drained = False
         """Whether nothing waits in it."""
-        self._stream, self._subject, self._is_shared = stream, subject, is_shared
+        self._stream, self._subject, self._is_shared, self._batch = stream, subject, is_shared, batch
         self._take, self._has_room, self._may_act = take, has_room, may_act
         self._is_lost = False
         self._newest_seq = 0
@@ -80,7 +82,7 @@ class StreamReader:
                     continue
                 messages: list[Msg] = []
                 with contextlib.suppress(asyncio.TimeoutError):
-                    messages = await taking.fetch(BATCH, timeout=FETCH_S)
+                    messages = await taking.fetch(self._batch, timeout=FETCH_S)
                 for message in messages if self._may_act() else ():
                     self._newest_seq = max(self._newest_seq, message.metadata.sequence.stream)
                     self._take(message)

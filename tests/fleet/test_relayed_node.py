@@ -11,10 +11,22 @@ import pytest
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.relayed_node import RelayedNode
+from sentinel.fleet.relayed_nodes import RelayedNodes
 from sentinel.fleet.run_copies import SILENT_S
-from sentinel.fleet.sealed import VERSION, Beat, DigestPiece, FilePlace, Published, SpoolChunk, seal, unseal_published
+from sentinel.fleet.sealed import (
+    VERSION,
+    Answer,
+    Beat,
+    DigestPiece,
+    FilePlace,
+    Published,
+    SpoolChunk,
+    seal,
+    unseal_published,
+)
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import SpoolPiece, frames_of_rows, without_payloads
+from sentinel.fleet.subjects import partition_of
 from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.testing import SyntheticRun
@@ -197,6 +209,19 @@ def test_a_join_that_lacks_what_is_committed_has_the_copies_made_anew(chain: Cha
     chain.join = CopiedRuns(chain.where / "other", "j2", begin_s=0.0, clock=chain.clock)
     chain.turn(number=2)
     assert chain.worker.is_outdated
+
+
+def test_a_worker_hears_from_the_join_that_a_newer_epoch_has_its_partition(tmp_path: Path) -> None:
+    outdone: list[tuple[int, int]] = []
+    nodes = RelayedNodes(
+        tmp_path, "w1", kinds=frozenset(), is_held=lambda partition, epoch: True,
+        on_outdone=lambda partition, epoch: outdone.append((partition, epoch)),
+    )  # fmt: skip
+    nodes.begin("n0", 3)
+    answer = Answer(VERSION, "j1", 1, "n0", "run", {}, epoch=3)
+    for one in (answer, msgspec.structs.replace(answer, epoch=7), msgspec.structs.replace(answer, node="n1", epoch=7)):
+        nodes.take_answer(one)
+    assert outdone == [(partition_of("n0"), 7)]
 
 
 def test_who_spoke_last_of_a_node_is_forgotten_when_it_is_silent_or_leaves() -> None:
