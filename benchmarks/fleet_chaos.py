@@ -1,6 +1,6 @@
 """Faults of a fleet, at random, over and over: nodes, a broker, two joins on one directory, compared with one daemon.
 
-    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0]
+    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0] [--workers]
 
 A schedule is a seed: while a recorded run of four ranks on two nodes is written, shippers are killed and stopped, nodes
 are cut off (wholly, or in one direction), joins are killed, stopped past their lease, cut off from the broker, or stopped
@@ -8,6 +8,9 @@ in the middle of a turn: before a commit, before the files behind it, before a m
 broker is killed, forgets what it acknowledged and who has the lease, is full, and holds junk; messages are lost, repeated
 and reordered, a node's clock jumps by an hour, trainers delete what is committed, and (every fifth seed) a file of a spool
 is gone before anybody read it.
+
+With --workers two workers are between the nodes, which ship to them, and the joins, which get digests: they are killed,
+stopped past their leases and cut off, and the broker forgets who has which partition, and frames.
 
 Held against each seed: copies that are the spools byte for byte; anomalies, incidents and decisions of one daemon on one
 disk; each message told, and once to a sink that goes by its key; epochs that only grow. It runs in one thread by a clock
@@ -28,6 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.fleet_faults import FaultyFleet, RecordedFleet
+from tests.support.relayed_faults import RelayedFleet
 
 EACH = 5
 """One of so many seeds has a file that was deleted early."""
@@ -38,16 +42,19 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--workers", action="store_true")
     options = parser.parse_args()
+    # Ranks of a machine are merged there.
+    kind, shape = (RelayedFleet, {"ranks_per_host": 2}) if options.workers else (FaultyFleet, {})
     logging.disable(logging.CRITICAL)
     began, counts, failed, num_epochs = time.process_time(), Counter[str](), list[int](), 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         where = Path(name)
-        recorded = RecordedFleet(where / "recorded")
-        pruned = RecordedFleet(where / "pruned", is_pruned=True)
+        recorded = RecordedFleet(where / "recorded", **shape)
+        pruned = RecordedFleet(where / "pruned", is_pruned=True, **shape)
         for seed in range(options.first, options.first + options.seeds):
             with tempfile.TemporaryDirectory(dir=where) as place:
-                world = FaultyFleet(Path(place), pruned if seed % EACH == 0 else recorded, seed)
+                world = kind(Path(place), pruned if seed % EACH == 0 else recorded, seed)
                 try:
                     world.run()
                 except AssertionError as error:

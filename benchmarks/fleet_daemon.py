@@ -3,7 +3,8 @@
     python benchmarks/fleet_daemon.py [verdict] [drain] [takeover] [--steps 1000] [--rounds 3] [--outage-s 60]
 
 verdict: processor time of the process that judges, a row, from the broker to the verdict: `sentinel join` of spools as they
-are (`ship`) and of digests (`node`) beside `sentinel serve` over the same frames, in turn. drain: a run that goes on while
+are (`ship`) and of digests (`node`) beside `sentinel serve` over the same frames, in turn; and of digests that a `sentinel
+worker` makes of frames, beside what that takes. drain: a run that goes on while
 the broker is dead; how long a step takes to be written meanwhile, and how many times faster than real time the rest is
 judged once it is back. takeover: from `kill -9`, and from SIGSTOP, of the join that works
 until the other one judges.
@@ -116,11 +117,11 @@ def on_nodes(run: Path, where: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def shipping(nodes: list[Path], url: str, verb: str = "ship") -> Iterator[None]:
-    """Run `sentinel ship`, or `sentinel node`, for each node."""
+def shipping(nodes: list[Path], url: str, verb: str = "ship", *others: str) -> Iterator[None]:
+    """Run `sentinel ship`, or `sentinel node`, for each node. others: further arguments of it."""
     with contextlib.ExitStack() as stack:
         for node in nodes:
-            stack.enter_context(started(verb, str(node), "--server", url, "--node", node.name, "--drain-s", "1"))
+            stack.enter_context(started(verb, str(node), "--server", url, "--node", node.name, "--drain-s", "1", *others))
         yield
 
 
@@ -152,9 +153,40 @@ def verdict(where: Path, steps: int, rounds: int) -> None:
                 joined_s, cpu = until_judged(joined / "run", steps, join)
             found.append(alone / cpu)
             print(f"  join of {verb}: {rows / cpu / 1e6:.2f} ({joined_s:.1f} s): {alone / cpu:.2f} of it", flush=True)
+        behind_worker(at, nodes, steps, rows, alone)
         shutil.rmtree(at)
     for verb, found in ratios.items():
         print(f"join of {verb}: {statistics.median(found):.2f} of serve's rows a second of a core (median)")
+
+
+def behind_worker(at: Path, nodes: list[Path], steps: int, rows: int, alone: float) -> None:
+    """Print what a worker takes for the frames of these nodes, and the join for what the worker makes of them.
+
+    alone: seconds of processor time that `serve` takes for the same rows.
+    """
+    joined = at / "joined-worker"
+    with (
+        NatsBroker(at / "broker-worker") as broker,
+        started("join", str(joined), "--server", broker.url, "--no-http") as join,
+        started("worker", str(at / "worker"), "--server", broker.url) as worker,
+    ):
+        # Both wait for their leases; what they take until then is that of starting.
+        time.sleep(15.0)
+        idle = cpu_s(worker)
+        time.sleep(10.0)
+        begun = cpu_s(worker)
+        with shipping(nodes, broker.url, "ship", "--to-workers"):
+            joined_s, cpu = until_judged(joined / "run", steps, join)
+            worked = cpu_s(worker) - begun
+            on_disk = [1024 * int(subprocess.run(["du", "-sk", one], capture_output=True).stdout.split()[0])
+                       for one in (at / "worker", joined / "run" / "spool")]  # fmt: skip
+    print(
+        f"  worker and join: {1e6 * worked / rows:.2f} + {1e6 * cpu / rows:.2f} us a row, serve {1e6 * alone / rows:.2f} "
+        f"({joined_s:.1f} s by the clock): the join takes {cpu / alone:.2f} of serve, the worker {worked / alone:.2f}; idle "
+        f"the worker takes {10 * (begun - idle):.1f} % of a core; at the end its copies are {on_disk[0] >> 20} MiB, the "
+        f"join's {on_disk[1] >> 20} MiB",
+        flush=True,
+    )
 
 
 def drain(where: Path, outage_s: float) -> None:

@@ -1,4 +1,4 @@
-"""`sentinel fleet`: a fleet of one machine, and where the spools of all nodes stand, as nodes and join say it."""
+"""`sentinel fleet`: a fleet of one machine, and where the spools of all nodes stand, as nodes, workers and join say it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.broker_users import write_users
 from sentinel.fleet.overheard import NodeStatus, overhear
+from sentinel.fleet.sealed import WorkerReport
+from sentinel.printable import printable
 from sentinel.private_files import create_file
 
 
@@ -30,7 +32,7 @@ fleet.add_command(up)
 @click.argument("directory", metavar="DIR")
 @click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
 def users(directory: str, nodes: tuple[str, ...]) -> None:
-    """Write a login for each NODE, for the joins and for `fleet status` into DIR/credentials, and DIR/users.conf.
+    """Write a login for each NODE, for joins, workers and `fleet status` into DIR/credentials, and DIR/users.conf.
 
     A nats-server that includes users.conf lets in these users alone, and each node publishes as itself alone. Logins that
     are there keep their passwords, so that nodes can be added; a node that is not named any more is let in no more.
@@ -49,30 +51,38 @@ def users(directory: str, nodes: tuple[str, ...]) -> None:
 @fleet.command()
 @broker_options
 @click.option("--listen-s", default=1.5, show_default=True, metavar="SECONDS", help="How long nodes are listened to.")
-@click.option("--json", "as_json", is_flag=True, help="One object a run and node.")
+@click.option("--json", "as_json", is_flag=True, help="One object a run and node, and one a worker.")
 def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
     """Say, of each run and node, what waits to be held by the join, and what is blocked and why.
 
-    Exit code 0: all goes on; 1: no node speaks, or something is blocked.
+    Of each worker: which partitions of the nodes it has, the epochs of its leases, and what waits in them. Exit code 0: all
+    goes on; 1: no node speaks, or something is blocked.
     """
+    workers: dict[str, WorkerReport] = {}
     try:
-        found = asyncio.run(overhear(broker, listen_s))
+        found = asyncio.run(overhear(broker, listen_s, lambda report: workers.update({report.worker: report})))
     except TimeoutError as error:
         raise StoreError(f"{broker.shown}: expected a NATS server, got no answer within 5 s") from error
     if as_json:
-        click.echo(b"\n".join(map(msgspec.json.encode, found)).decode())
+        objects = [*found, *(_report(one) for _, one in sorted(workers.items()))]
+        click.echo(b"\n".join(map(msgspec.json.encode, objects)).decode())
     elif not found:
         click.echo(f"no node spoke within {listen_s:g} s")
     else:
         for one in found:
             for line in _lines(one):
                 click.echo(line)
-    return 1 if not found or any(one.blocked for one in found) else 0
+    if not as_json:
+        for _, report in sorted(workers.items()):
+            for line in _worker_lines(report):
+                click.echo(line)
+    return 1 if not found or any(one.blocked for one in found) or any(one.blocked for one in workers.values()) else 0
 
 
 def _lines(one: NodeStatus) -> list[str]:
     waits = f"{one.waiting_bytes / 2**20:.1f} MiB wait, for {one.waiting_s:.1f} s" if one.waiting_bytes else "all is held"
-    lines = [f"{one.run}  node {one.node}  {one.num_spools} spools  {waits}  join {one.join or '-'}"]
+    by = f"  by worker {printable(one.worker)}, partition {one.partition}, epoch {one.epoch}" if one.worker else ""
+    lines = [f"{one.run}  node {one.node}  {one.num_spools} spools  {waits}  join {one.join or '-'}{by}"]
     if one.num_steps_of_digests or one.num_steps_of_rows:
         rows = f"the rows of {one.num_steps_of_rows} were asked for"
         lines.append(f"  {one.num_steps_of_digests} steps judged of digests; {rows}")
@@ -81,3 +91,44 @@ def _lines(one: NodeStatus) -> list[str]:
         index, acked = one.acked.get(folder, (0, 0))
         lines.append(f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}")
     return lines + [f"  blocked: {why}" for why in one.blocked]
+
+
+def _report(one: WorkerReport) -> dict[str, object]:
+    return {
+        "worker": one.worker,
+        "num_workers": one.num_workers,
+        "partitions": {
+            str(number): {
+                "epoch": epoch,
+                "num_nodes": one.num_nodes.get(number, 0),
+                "waiting_bytes": one.waiting_bytes.get(number, 0),
+            }
+            for number, epoch in sorted(one.partitions.items())
+        },
+        "num_refused": one.num_refused,
+        "blocked": one.blocked,
+    }
+
+
+def _worker_lines(one: WorkerReport) -> list[str]:
+    waiting = sum(one.waiting_bytes.values())
+    waits = f"{waiting / 2**20:.1f} MiB wait" if waiting else "all is held"
+    refused = f"  {one.num_refused} messages refused" if one.num_refused else ""
+    nodes = sum(one.num_nodes.values())
+    lines = [f"worker {printable(one.worker)}  {len(one.partitions)} partitions, of {nodes} nodes  {waits}{refused}"]
+    lines += [f"  partitions {_ranges(numbers)}  epoch {epoch}" for epoch, numbers in _by_epoch(one.partitions)]
+    return lines + ([f"  blocked: {one.blocked}"] if one.blocked else [])
+
+
+def _by_epoch(partitions: dict[int, int]) -> list[tuple[int, list[int]]]:
+    return [
+        (epoch, sorted(number for number, other in partitions.items() if other == epoch))
+        for epoch in sorted(set(partitions.values()))
+    ]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return rising numbers as they are said: `0-3, 7`."""
+    begins = [one for one in numbers if one - 1 not in numbers]
+    ends = [one for one in numbers if one + 1 not in numbers]
+    return ", ".join(f"{one}-{other}" if other > one else str(one) for one, other in zip(begins, ends, strict=True))

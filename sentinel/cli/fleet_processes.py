@@ -1,4 +1,4 @@
-"""FleetProcesses: the broker, the shippers and the join of a fleet on one machine: started, watched, ended in order."""
+"""FleetProcesses: broker, shippers, workers and join of a fleet on one machine: started, watched, ended in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from sentinel.cli.logged_command import LoggedCommand, sentinel_command
 from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import BrokerConfig, nats_client
-from sentinel.fleet.broker_users import JOIN, STATUS
+from sentinel.fleet.broker_users import JOIN, STATUS, WORKER
 from sentinel.fleet.own_broker import OwnBroker
 from sentinel.private_files import make_directory
 from sentinel.store.lock import LockHeld, RunLock
@@ -78,16 +78,22 @@ class FleetProcesses:
         broker_port: int,
         join_arguments: Sequence[str],
         say: Callable[[str], None],
+        num_workers: int = 0,
+        worker_arguments: Sequence[str] = (),
     ) -> None:
-        """broker_port: 0 for a free one. join_arguments: further ones of `sentinel join`. say: told what happens."""
+        """broker_port: 0 for a free one. join_arguments: further ones of `sentinel join`. say: told what happens.
+
+        num_workers: workers to which the nodes ship; 0: they ship to the join. worker_arguments: further ones of theirs.
+        """
         self.directory, self.joined = directory, directory / "joined"
         self.nodes = {f"node-{number}": directory / f"node-{number}" for number in range(1, num_nodes + 1)}
         """Node -> its directory of runs."""
+        self._workers = {f"worker-{number}": directory / f"worker-{number}" for number in range(1, num_workers + 1)}
         self.url = ""
         """Of the page; empty: it is not known yet."""
         self._broker = OwnBroker(directory, list(self.nodes), broker_port or free_port())
         self._port = broker_port
-        self._join_arguments, self._say = list(join_arguments), say
+        self._join_arguments, self._worker_arguments, self._say = list(join_arguments), list(worker_arguments), say
         self._lock: RunLock | None = None
         self._processes: dict[str, FleetProcess] = {}
 
@@ -102,7 +108,7 @@ class FleetProcesses:
         return self._broker.access(STATUS)
 
     def pid(self, name: str) -> int | None:
-        """Return the process id of `broker`, `join` or a node's shipper; None: it does not run just now."""
+        """Return the process id of `broker`, `join`, `worker-1` or a node's shipper; None: it does not run just now."""
         known = self._processes.get(name)
         return None if known is None else known.background.pid
 
@@ -152,7 +158,7 @@ class FleetProcesses:
             raise ConfigError(f"{self.directory}: a process cannot be started again: {error}") from error
 
     def finish(self, is_hurried: Callable[[], bool] = lambda: False) -> bool:
-        """End all: shippers, then the join, then the broker; return whether the join held and judged all there was.
+        """End all: shippers, workers, the join, then the broker; return whether the join held and judged all there was.
 
         is_hurried: asked meanwhile whether all of it is to be killed at once.
         """
@@ -165,7 +171,7 @@ class FleetProcesses:
             if one.background.end(DRAIN_S + 5.0, is_hurried) != 0:
                 is_complete = False
                 self._say(f"{one.name}: the join does not hold all of its spools; the rest is taken at the next start")
-        for name in (JOIN, BROKER):
+        for name in (*self._workers, JOIN, BROKER):
             if name not in self._processes:
                 continue
             code = self._processes[name].background.end(DRAIN_S + 15.0, is_hurried)
@@ -191,15 +197,20 @@ class FleetProcesses:
             log = self.directory / "logs" / f"{name}.log"
             return LoggedCommand(command, log, holds_sigterm=holds_sigterm, ends_with_us=True)
 
-        def ours(name: str, verb: str, where: Path, *arguments: str) -> LoggedCommand:
-            drain = ("--drain-s", f"{DRAIN_S:g}")
-            command = sentinel_command(verb, str(where), *self._access(name), *drain, *arguments)
+        def ours(name: str, verb: str, where: Path, *arguments: str, user: str = "") -> LoggedCommand:
+            command = sentinel_command(verb, str(where), *self._access(user or name), *arguments)
             return background(name, command, holds_sigterm=True)
 
+        drain = ("--drain-s", f"{DRAIN_S:g}")
+        to = ("--to-workers",) if self._workers else ()
         return {
             BROKER: background(BROKER, self._broker.command),
-            JOIN: ours(JOIN, "join", self.joined, *self._join_arguments),
-            **{node: ours(node, "ship", path, "--node", node) for node, path in self.nodes.items()},
+            JOIN: ours(JOIN, "join", self.joined, *drain, *self._join_arguments),
+            **{
+                name: ours(name, "worker", path, *self._worker_arguments, user=WORKER)
+                for name, path in self._workers.items()
+            },
+            **{node: ours(node, "ship", path, "--node", node, *drain, *to) for node, path in self.nodes.items()},
         }
 
     def _access(self, user: str) -> list[str]:

@@ -25,6 +25,14 @@ INTERRUPTED = 130
     "--nodes", default=2, show_default=True, type=click.IntRange(1, 1000), metavar="N", help="Nodes that ship their spools."
 )
 @click.option(
+    "--workers",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 64),
+    metavar="N",
+    help="Workers to which the nodes ship, and which send the join digests; 0: nodes ship to the join.",
+)
+@click.option(
     "--broker-port", default=4222, show_default=True, type=click.IntRange(0, 65535), metavar="PORT",
     help="Of 127.0.0.1, for the broker; 0: a free one.",
 )  # fmt: skip
@@ -34,15 +42,15 @@ INTERRUPTED = 130
 @listening_options("127.0.0.1:9464")
 @click.option("--json", "as_json", is_flag=True, help="Print where all of it is as one JSON object.")
 def up(
-    directory: str, nodes: int, broker_port: int, stream_mib: int, packs: tuple[str, ...], config: str | None,
+    directory: str, nodes: int, workers: int, broker_port: int, stream_mib: int, packs: tuple[str, ...], config: str | None,
     listening: Listening, as_json: bool,
 ) -> int:  # fmt: skip
     """Start a broker, a shipper for each of N nodes and the join with its page on this machine, and keep them running.
 
     Everything lies in DIR (default: ./sentinel_fleet), which a later start goes on with: node-K/ is where the trainers of
-    node K write, joined/ what was found, credentials/ who may speak to the broker, logs/ what each process says. The broker
-    is a nats-server (apt install nats-server) at 127.0.0.1, with TLS and a user for each node that may publish as that node
-    alone.
+    node K write, worker-K/ what worker K copies, joined/ what was found, credentials/ who may speak to the broker, logs/
+    what each process says. The broker is a nats-server (apt install nats-server) at 127.0.0.1, with TLS and a user for each
+    node that may publish as that node alone.
 
     Ctrl-C or SIGTERM ends all once the join holds and has judged what the spools hold (exit code 0), or could not in time
     (1); a second one ends all at once (130).
@@ -50,10 +58,12 @@ def up(
     # Says who reads without a token, and refuses what cannot be, before anything is started.
     are_reads_open = listening.config().are_reads_open
     join_arguments = [*listening.arguments, "--stream-mib", str(stream_mib)]
-    join_arguments += [word for pack in packs for word in ("--rules", pack)] + (["--config", config] if config else [])
+    rules = [word for pack in packs for word in ("--rules", pack)]
+    join_arguments += rules + (["--config", config] if config else [])
     fleet = FleetProcesses(
-        Path(directory).absolute(), nodes, broker_port=broker_port, join_arguments=join_arguments, say=to_stderr
-    )
+        Path(directory).absolute(), nodes, broker_port=broker_port, join_arguments=join_arguments, say=to_stderr,
+        num_workers=workers, worker_arguments=["--stream-mib", str(stream_mib), *rules],
+    )  # fmt: skip
     num_signals = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -67,7 +77,7 @@ def up(
         while not num_signals:
             fleet.watch()
             time.sleep(LOOK_S)
-        to_stderr("ending: shippers, then the join, then the broker; once more ends all at once")
+        to_stderr("ending: shippers, workers, the join, then the broker; once more ends all at once")
         is_complete = fleet.finish(lambda: num_signals > 1)
     return INTERRUPTED if num_signals > 1 else CLEAN if is_complete else FOUND
 
@@ -91,7 +101,7 @@ def _lines(fleet: FleetProcesses, are_reads_open: bool) -> list[str]:
         f"page         {fleet.url}  (runs in {fleet.joined}{key})",
         "trainers     the ranks of a node get its directory, and all ranks one name of the run:",
         *(f"  {node:<10} SENTINEL_DIR={shlex.quote(str(path))} SENTINEL_RUN=NAME" for node, path in shown),
-        f"credentials  {fleet.credentials}  (ca.pem, and a login of each node, of join and of status)",
+        f"credentials  {fleet.credentials}  (ca.pem, and a login of each node, of join, worker and status)",
         f"next         {_status_command(fleet)}",
     ]
 

@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve": ("sentinel.cli.serve:serve", "Judge a run, or a directory of runs, as it is written."),
     "ship": ("sentinel.cli.ship:ship", "Publish the spools of this machine to a fleet's broker."),
     "node": ("sentinel.cli.node:node", "Publish what this machine's ranks come to, and its spools without their rows."),
+    "worker": ("sentinel.cli.worker:worker", "Do for machines that only ship what `node` would do on them."),
     "join": ("sentinel.cli.join:join", "Judge the runs of all nodes that ship to a broker."),
     "fleet": ("sentinel.cli.fleet:fleet", "Start a fleet on one machine; make its users; say where its nodes stand."),
     "status": ("sentinel.cli.status:status", "Say where each run stands."),

@@ -20,6 +20,7 @@ from sentinel.fleet.broker import BrokerConfig, nats_client
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
+from sentinel.fleet.subjects import TO_JOIN, TO_WORKERS, Ways
 
 
 def publishing_options(command: Command) -> Command:
@@ -42,6 +43,7 @@ def publishing_options(command: Command) -> Command:
 
 @click.command()
 @publishing_options
+@click.option("--to-workers", is_flag=True, help="For `sentinel worker` to make digests of, before a join gets them.")
 def ship(
     directory: str | None,
     broker: BrokerConfig,
@@ -50,14 +52,15 @@ def ship(
     drain_s: float,
     log_format: str,
     log_level: str,
+    to_workers: bool,
 ) -> int:
-    """Publish the spools in DIRECTORY, a directory of runs on this machine, as they are written.
+    """Publish the spools in DIRECTORY, a directory of runs on this machine, as they are written: all their frames.
 
     Default: $SENTINEL_DIR, else ./sentinel_runs. Trainers are not touched: what the broker does not take waits in their
     spools. SIGTERM and SIGINT wait until the join holds everything (exit code 0), or for --drain-s (1).
     """
     begin_log(sys.stderr, log_format, log_level)
-    return publish(directory, broker, node, key, drain_s, None)
+    return publish(directory, broker, node, key, drain_s, None, TO_WORKERS if to_workers else TO_JOIN)
 
 
 def publish(
@@ -67,8 +70,11 @@ def publish(
     key: RunKey | None,
     drain_s: float,
     digested_kinds: frozenset[str] | None,
+    ways: Ways = TO_JOIN,
 ) -> int:
-    """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; others as the options of `ship`."""
+    """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; ways: as of `Shipping`; others as
+    the options of `ship`.
+    """
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")
@@ -77,7 +83,7 @@ def publish(
     runs = NodeRuns(
         where, node or socket.gethostname(), digested_kinds=digested_kinds, on_problem=problem, is_signed=key is not None
     )
-    shipping = Shipping(runs, broker, drain_s=drain_s, key=key)
+    shipping = Shipping(runs, broker, drain_s=drain_s, key=key, ways=ways)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
     # `sentinel fleet up` starts us with SIGTERM held back.

@@ -14,7 +14,7 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.fleet.join_lease import MAX_RECORDS
-from sentinel.fleet.subjects import LEASE, LEASES, RAW, STREAM, inbox
+from sentinel.fleet.subjects import FRAMES, FRAMES_STREAM, LEASE, LEASES, PARTITIONS, PARTITIONS_STREAM, RAW, STREAM, inbox
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -149,16 +149,28 @@ async def ensure_streams(jetstream: JetStreamContext, max_bytes: int, replicas: 
     max_bytes: of the stream of chunks. replicas: servers of a cluster that each have all of both; streams that have fewer
     get as many, and none is taken from any.
     """
+    await _ensure(jetstream, (LEASES, LEASE), (STREAM, RAW), max_bytes, replicas)
+
+
+async def ensure_worker_streams(jetstream: JetStreamContext, max_bytes: int, replicas: int = 1) -> None:
+    """Make the streams of frames for workers and of who has which partition; by workers alone, otherwise as above."""
+    await _ensure(jetstream, (PARTITIONS_STREAM, PARTITIONS), (FRAMES_STREAM, FRAMES), max_bytes, replicas)
+
+
+async def _ensure(
+    jetstream: JetStreamContext, records: tuple[str, str], taken: tuple[str, str], max_bytes: int, replicas: int
+) -> None:
+    """Make a stream of records of leases, and one of what is taken from it, each (name, subject)."""
     from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
     from nats.js.errors import NotFoundError
 
     leases = StreamConfig(
-        name=LEASES, subjects=[LEASE], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=replicas,
-        discard=DiscardPolicy.OLD, max_msgs=MAX_RECORDS, duplicate_window=0.1,
+        name=records[0], subjects=[records[1]], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE,
+        num_replicas=replicas, discard=DiscardPolicy.OLD, max_msgs=MAX_RECORDS, duplicate_window=0.1,
     )  # fmt: skip
     chunks = StreamConfig(
-        name=STREAM, subjects=[RAW], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE, num_replicas=replicas,
-        discard=DiscardPolicy.NEW, max_bytes=max_bytes, duplicate_window=0.1,
+        name=taken[0], subjects=[taken[1]], retention=RetentionPolicy.LIMITS, storage=StorageType.FILE,
+        num_replicas=replicas, discard=DiscardPolicy.NEW, max_bytes=max_bytes, duplicate_window=0.1,
     )  # fmt: skip
     for config in (leases, chunks):
         try:

@@ -1,4 +1,4 @@
-"""Who may do what at the broker of a fleet: the permissions of a node, of the join and of who looks on, and their logins.
+"""Who may do what at the broker of a fleet: rights and logins of nodes, of joins, of workers and of who looks on.
 
 The names and the forms are those of the `accounts` of a nats-server's configuration.
 """
@@ -14,15 +14,27 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.fleet import subjects
+from sentinel.fleet.overheard import HEARD
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
 
 ACCOUNT = "SENTINEL"
 """The account that has the streams."""
 JOIN = "join"
+WORKER = "worker"
 STATUS = "status"
+OURS = (JOIN, WORKER, STATUS)
+"""Users that no node may be called as."""
 JETSTREAM_API = "$JS.API.>"
 """Subjects of requests by which streams and consumers are made, read, purged and deleted."""
+STREAM_RIGHTS = (
+    *(f"$JS.API.STREAM.{act}.{{stream}}" for act in ("INFO", "CREATE", "UPDATE", "PURGE", "MSG.GET")),
+    "$JS.API.CONSUMER.CREATE.{stream}",
+    "$JS.API.CONSUMER.*.{stream}.>",
+    "$JS.API.CONSUMER.DURABLE.CREATE.{stream}.*",
+    "$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
+)
+"""Subjects of requests by which one stream is made and read, and what was taken from it is deleted."""
 PASSWORD_BYTES = 32
 
 
@@ -36,10 +48,11 @@ class BrokerUser(msgspec.Struct, frozen=True, kw_only=True):
 
 def node_user(node: str) -> BrokerUser:
     """Return the user of a node: it publishes its own chunks and beats, and hears the answers to itself."""
+    ways = (subjects.TO_JOIN, subjects.TO_WORKERS)
     return BrokerUser(
         name=node,
-        publish=(subjects.raw(None, node), subjects.beat(None, node)),
-        subscribe=(subjects.answer(None, node), f"{subjects.inbox(node)}.>"),
+        publish=tuple(publish(None, node) for way in ways for publish in (way.chunk, way.beat)),
+        subscribe=(*(way.answer(None, node) for way in ways), f"{subjects.inbox(node)}.>"),
     )
 
 
@@ -52,21 +65,34 @@ def join_user() -> BrokerUser:
     )
 
 
+def worker_user() -> BrokerUser:
+    """Return the user of all workers: they hear nodes that ship to workers, speak in their names, and have two streams."""
+    streams = (subjects.FRAMES_STREAM, subjects.PARTITIONS_STREAM)
+    return BrokerUser(
+        name=WORKER,
+        publish=(
+            subjects.RAW, subjects.BEATS, subjects.FRAMES_ANSWERS, subjects.PARTITIONS, subjects.WORKERS,
+            *(right.format(stream=stream) for stream in streams for right in STREAM_RIGHTS),
+        ),
+        subscribe=(subjects.FRAMES_BEATS, subjects.ANSWERS, f"{subjects.inbox(WORKER)}.>"),
+    )  # fmt: skip
+
+
 def status_user() -> BrokerUser:
-    """Return the user of `sentinel fleet status`: it hears beats and answers, and publishes nothing."""
-    return BrokerUser(name=STATUS, publish=(), subscribe=(subjects.BEATS, subjects.ANSWERS))
+    """Return the user of `sentinel fleet status`: it hears what is said, and publishes nothing."""
+    return BrokerUser(name=STATUS, publish=(), subscribe=HEARD)
 
 
 def write_users(credentials: Path, nodes: Sequence[str]) -> str:
-    """Write a login for each node, the join and who looks on, where it has none; return the `accounts` that know them.
+    """Write a login for each node, joins, workers and who looks on, where it has none; return the `accounts` of them.
 
     credentials: folder of the logins, each called as its user. ConfigError, OSError.
     """
     for node in nodes:
-        if node in (JOIN, STATUS) or "/" in node or node.startswith(".") or not node.isprintable() or not node:
-            raise ConfigError(f"node {printable(node)!r}: expected a name that is a file's, and neither {JOIN} nor {STATUS}")
+        if node in OURS or "/" in node or node.startswith(".") or not node.isprintable() or not node:
+            raise ConfigError(f"node {printable(node)!r}: expected a name that is a file's, and none of {', '.join(OURS)}")
     make_directory(credentials)
-    shared, own = [join_user(), status_user()], [node_user(node) for node in dict.fromkeys(nodes)]
+    shared, own = [join_user(), worker_user(), status_user()], [node_user(node) for node in dict.fromkeys(nodes)]
     known = {user.name: password_in(credentials / user.name, user.name) for user in (*shared, *own)}
     return accounts([(user, known[user.name]) for user in shared], [(user, known[user.name]) for user in own])
 

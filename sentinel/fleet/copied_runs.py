@@ -24,6 +24,7 @@ from sentinel.fleet.fetched_rows import FetchedRows
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.run_copies import SILENT_S, RunCopies
 from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, Published, RowsPiece, SpoolChunk
+from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.arrivals import Arrivals
 from sentinel.join_health import JoinHealth, NodeHealth
 from sentinel.printable import printable
@@ -59,6 +60,7 @@ class CopiedRuns:
         self.tally = IntakeTally(clock, on_problem)
         self.counts = self.tally.counts
         self._clock, self._wait = clock, wait
+        self._epochs = WorkerEpochs(clock)
         self._runs: dict[str, RunCopies] = {}
         self._rows: dict[str, FetchedRows] = {}
         self._begun, self._begin_s = clock(), begin_s
@@ -96,6 +98,12 @@ class CopiedRuns:
     def _held_bytes(self) -> int:
         return sum(run.held_bytes for run in self._runs.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        with self._lock:
+            return self._held_bytes
+
     def arrivals(self, run: str) -> Arrivals:
         """Return what is known of what comes into a run's copies, for the one who follows them."""
         with self._lock:
@@ -127,7 +135,7 @@ class CopiedRuns:
         """Take in a part of a digest."""
         with self._lock:
             self.counts["digest_bytes"] += len(piece.data)
-            if self._run(piece.run, piece.node) is None:
+            if self._is_former(piece) or self._run(piece.run, piece.node) is None:
                 self.counts["refused"] += 1
                 return
             try:
@@ -153,22 +161,35 @@ class CopiedRuns:
 
     def take_beat(self, beat: Beat, *, is_drained: bool) -> Answer | None:
         """Take in what a node says, and return the answer; None: there is none to a run of such a name, nor to what came
-        before."""
+        before. To a worker that lost the node's partition it says by which epoch, and no more."""
         with self._lock:
+            if self._is_former(beat):
+                self.counts["refused"] += 1
+                return Answer(
+                    version=PLAIN_VERSION, join=self.join, stamp=0, node=beat.node, run=beat.run, spools={}, to=beat.number,
+                    epoch=self._epochs.newest(beat.node),
+                )  # fmt: skip
             run = self._run(beat.run, beat.node)
             if run is None:
                 self.counts["refused"] += 1
                 return None
             if run.is_repeated(beat):
                 return None
+            if beat.is_leaving:
+                self._epochs.forget(beat.node)
             rows = self._rows_of(beat.run)
             spools = run.take_beat(beat, self.join, self._clock())
             return Answer(
                 version=PLAIN_VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run,
                 spools=spools, commands=_unknown_commands(self.directory / beat.run / "control", set(beat.commands)),
                 is_drained=is_drained, wanted=rows.wanted(beat.node),
-                num_steps=(rows.num_steps, rows.num_fetched), to=beat.number,
+                num_steps=(rows.num_steps, rows.num_fetched), to=beat.number, epoch=self._epochs.newest(beat.node),
             )  # fmt: skip
+
+    def begin_committed(self, run: str, folder: str) -> None:
+        """As `SpoolCopy.begin`, of a spool that was claimed."""
+        with self._lock:
+            self._runs[run].copies[folder].begin()
 
     def release(self) -> int:
         """Write what no node may be behind of; return the bytes that are new."""
@@ -267,11 +288,21 @@ class CopiedRuns:
 
     def _claimed(self, one: SpoolChunk | RowsPiece) -> RunCopies | None:
         """Return the run to whose spool this belongs; None: it is not taken from this node, and counted."""
-        run = self._run(one.run, one.node)
+        run = None if self._is_former(one) else self._run(one.run, one.node)
         if run is not None and not run.claim(one.folder, one.node):
             return run
         self.counts["refused"] += 1
         return None
+
+    def _is_former(self, said: Published | Beat) -> bool:
+        """Return whether a worker says this that lost the node's partition to another, which has spoken."""
+        if not self._epochs.is_former(said.node, said.epoch):
+            return False
+        newest = self._epochs.newest(said.node)
+        who = f"a worker of epoch {said.epoch}" if said.epoch else "itself, or who takes its name,"
+        why = f"node {printable(said.node[:64])}: {who} speaks of it, and a worker of epoch {newest} has it: that is refused"
+        self.tally.say(f"{said.node[:64]}/epoch/{said.epoch}", why)
+        return True
 
 
 def _by_node(found: Iterable[NodeHealth]) -> tuple[NodeHealth, ...]:

@@ -22,6 +22,7 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.run_key import UNSIGNED, RunKey
 from sentinel.fleet.sealed import Beat, Published, seal, unseal, unseal_published
+from sentinel.fleet.stream_reader import StreamReader
 from sentinel.join_health import JoinHealth
 from sentinel.printable import printable
 
@@ -32,12 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sentinel.fleet")
 
-BATCH = 64
-FETCH_S = 0.25
 RELEASE_S = 0.02
-PURGE_S = 1.0
-CHECK_S = 2.0
-"""A consumer that brought nothing for so long is looked for: a broker that restarted may have forgotten it."""
 
 
 class JoinIntake:
@@ -64,20 +60,22 @@ class JoinIntake:
         """Why this process is no join any more, nor will be; empty: it is, or stands by."""
         self.num_taken_bytes = 0
         """Bytes of the messages that were taken from the stream."""
-        self.is_connected = False
-        """Whether there is a broker, and its stream is read."""
         self._copies, self._broker, self._lease, self._streams = copies, broker, lease, (stream_bytes, replicas)
         self._has_begun = False
         """The lease is, or was, held, and what lies in the directory is known."""
         self._on_lost: Callable[[], None] = lambda: None
-        self._is_drained = False
+        self._reader = StreamReader(
+            subjects.STREAM, subjects.RAW, take=self._take_message, has_room=copies.has_room, may_act=lambda: self._may_act
+        )
         self._has_streams = False
         """They were there when the lease was last looked after."""
-        self._has_reconnected = False
-        self._newest_seq = 0
-        """Newest message of the stream that was taken by this consumer."""
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sentinel-join", daemon=True)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a broker, and its stream is read. For any thread."""
+        return self._reader.is_connected
 
     @property
     def standby_of(self) -> str:
@@ -176,7 +174,7 @@ class JoinIntake:
         return not self._is_closing.is_set() and self._lease.is_held
 
     async def _reconnected(self) -> None:
-        self._has_reconnected = True
+        self._reader.begin_anew()
 
     async def _stand_by(self, client: Client, jetstream: JetStreamContext) -> None:
         """Wait for the lease."""
@@ -242,50 +240,12 @@ class JoinIntake:
         while self._may_act:
             try:
                 await ensure_streams(jetstream, *self._streams)
-                await self._take_all(jetstream)
+                await self._reader.read(jetstream, lambda: self._told(""))
             except (TimeoutError, Error, OSError) as error:
-                self.is_connected = self._is_drained = False
                 self._told(f"the stream cannot be read: {_words(error)}")
                 await asyncio.sleep(0.5)
 
-    async def _take_all(self, jetstream: JetStreamContext) -> None:
-        from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
-
-        # From the beginning of what is there, by no durable state: what was taken before is dropped by its place.
-        self._has_reconnected, self._newest_seq, self._is_drained = False, 0, False
-        config = ConsumerConfig(
-            deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE, inactive_threshold=60.0, mem_storage=True
-        )
-        taking = await jetstream.pull_subscribe(subjects.RAW, stream=subjects.STREAM, config=config)
-        self.is_connected, self.problem = True, ""
-        purged, purge_at, check_at = 0, 0.0, time.monotonic() + CHECK_S
-        try:
-            while self._may_act and not self._has_reconnected:
-                now = time.monotonic()
-                if self._newest_seq > purged and now >= purge_at:
-                    await jetstream.purge_stream(subjects.STREAM, seq=self._newest_seq + 1)
-                    purged, purge_at = self._newest_seq, now + PURGE_S
-                if not self._copies.has_room():
-                    await asyncio.sleep(RELEASE_S)
-                    continue
-                messages: list[Msg] = []
-                with contextlib.suppress(asyncio.TimeoutError):
-                    messages = await taking.fetch(BATCH, timeout=FETCH_S)
-                for message in messages if self._may_act else ():
-                    self._take_message(message)
-                if messages:
-                    self._is_drained = messages[-1].metadata.num_pending == 0
-                    check_at = now + CHECK_S
-                elif now >= check_at:
-                    check_at = now + CHECK_S
-                    self._is_drained = not (await taking.consumer_info()).num_pending
-                await asyncio.sleep(0)
-        finally:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(taking.unsubscribe(), 1.0)
-
     def _take_message(self, message: Msg) -> None:
-        self._newest_seq = max(self._newest_seq, message.metadata.sequence.stream)
         try:
             published = unseal_published(message.data)
         except WireError as error:
@@ -319,7 +279,7 @@ class JoinIntake:
             return
         if not self._is_its_own(message, beat):
             return
-        answer = self._copies.take_beat(beat, is_drained=self._is_drained)
+        answer = self._copies.take_beat(beat, is_drained=self._reader.is_drained)
         if answer is not None and client.is_connected:
             with contextlib.suppress(Error, OSError):
                 subject, data = subjects.answer(answer.run, answer.node), seal(answer)

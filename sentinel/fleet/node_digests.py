@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.ingest.model_layout import LayoutCache
@@ -25,13 +26,13 @@ _ROWS = int(FrameType.ROWS)
 class RunDigests:
     """Follows the spools of one run on this machine. Has no clock and no thread."""
 
-    def __init__(self, run_dir: Path, kinds: frozenset[str]) -> None:
-        """kinds: as of `DigestMaker`."""
+    def __init__(self, run_dir: Path, kinds: frozenset[str], arrivals: Callable[[], Arrivals] = Arrivals) -> None:
+        """kinds: as of `DigestMaker`. arrivals: as of `RunFollower`."""
         self.num_rows = 0
         """Rows that are in digests."""
         self.num_loud = 0
         """Steps of a machine of which none was made: a value is not finite, or copies differ."""
-        self._follower = RunFollower(run_dir, on_problem=_nobody)
+        self._follower = RunFollower(run_dir, on_problem=_nobody, arrivals=arrivals)
         self._maker = DigestMaker(kinds)
         self._layouts: dict[str, LayoutCache] = {}
         self._open: dict[tuple[bytes, int], RankPartOfStep] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import os
 import secrets
 import time
@@ -27,15 +29,17 @@ from sentinel.fleet.sealed import (
     RowsPiece,
     SpoolChunk,
     SpoolHead,
+    SpoolHeld,
 )
 from sentinel.fleet.spool_cursor import SpoolCursor, are_heartbeats, frames_of_rows, last_index, without_payloads
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
 from sentinel.wire.frame import MAX_FRAME_BYTES
 from sentinel.wire.pulse import read_pulse
 from sentinel.wire.spool import parse_incarnation_folder, read_ack, write_ack
-from sentinel.wire.spool_files import file_name, read_window
+from sentinel.wire.spool_files import file_name, read_name, read_window
 from sentinel.wire.witness import MAX_BYTES as MAX_WITNESS_BYTES
 from sentinel.wire.witness import NAME as WITNESS
 
@@ -70,6 +74,8 @@ class _Spool:
         self.acked = (0, 0)
         self.num_away = 0
         """Frames behind `acked` whose rows the join has not got."""
+        self.is_passed_on = True
+        """As of `SpoolHeld`."""
         self.witness_bytes = -1
         self.refused = ""
         self.waits_since: float | None = None
@@ -109,6 +115,7 @@ class NodeRuns:
         node: str,
         *,
         digested_kinds: frozenset[str] | None = None,
+        arrivals: Callable[[str], Arrivals] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
         is_signed: bool = False,
@@ -116,21 +123,27 @@ class NodeRuns:
         """directory: of the runs of this machine. on_problem: told of each thing that goes wrong, once.
 
         digested_kinds: spools are published without their rows, for which digests stand that carry the rows of these kinds;
-        None: spools are published as they are. is_signed: nothing is taken from an answer that is not signed, came before,
-        or answers no beat of the last `EXPIRES_S`.
+        None: spools are published as they are. arrivals: where the spools are copies, returns what is known of what
+        comes into those of a run; None: trainers write them here. is_signed: nothing is taken from an answer that is not
+        signed, came before, or answers no beat of the last `EXPIRES_S`.
         """
         self._is_signed = is_signed
         self._session, self._num_beats = secrets.token_hex(8), 0
         self._sent: dict[int, float] = {}
         """Beat -> when it was sent, monotonic seconds, for so long as it may be answered."""
         self.directory, self.node = directory, node
-        self._kinds = digested_kinds
+        self._kinds, self._arrivals = digested_kinds, arrivals
         self._owed_at = -RESEND_S
         """When `send_rows` looked last, monotonic seconds."""
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _NodeRun] = {}
         self._told: set[str] = set()
         self._busy_until = clock() + BUSY_S
+
+    @property
+    def who(self) -> str:
+        """Who publishes, for people."""
+        return f"node {self.node}"
 
     def discover(self) -> None:
         """Take in runs and spools that are new, and let go of what is gone."""
@@ -145,7 +158,7 @@ class NodeRuns:
             if run is None:
                 run = self._runs[name] = _NodeRun(path)
                 if self._kinds is not None:
-                    run.digests = RunDigests(path, self._kinds)
+                    run.digests = RunDigests(path, self._kinds, functools.partial(self._arrivals or _unknown, name))
             folders = {one for one in _names(path / "spool") if parse_incarnation_folder(one) is not None}
             for folder in run.spools.keys() - folders:
                 del run.spools[folder]
@@ -165,11 +178,10 @@ class NodeRuns:
         """
         num_bytes = 0
         for name, run in self._runs.items():
-            beating = []
-            has_more = False
+            beating, has_more, now = [], False, self._clock()
             first: Iterable[DigestPiece | RowsPiece] = itertools.chain(self._digested(name, run), self._asked(name, run))
             for one in first:
-                num_bytes, has_more = num_bytes + len(one.data), True
+                num_bytes, has_more, self._busy_until = num_bytes + len(one.data), True, now + BUSY_S
                 yield one
             for folder, spool in run.spools.items():
                 if spool.held is None or spool.refused:
@@ -180,15 +192,13 @@ class NodeRuns:
                 chunk = self._chunk(name, folder, spool)
                 if chunk is None:
                     continue
-                if not chunk.size and are_heartbeats(chunk.data):
+                # Those of copies have waited where they were written.
+                if self._arrivals is None and not chunk.size and are_heartbeats(chunk.data):
                     spool.cursor.seek(begin)
                     beating.append((folder, spool))
                     continue
-                num_bytes, has_more = num_bytes + len(chunk.data), True
+                num_bytes, has_more, self._busy_until = num_bytes + len(chunk.data), True, now + BUSY_S
                 yield chunk
-            now = self._clock()
-            if has_more:
-                self._busy_until = now + BUSY_S
             if beating and (has_more or now - run.beaten >= HEARTBEATS_S):
                 run.beaten = now
                 for folder, spool in beating:
@@ -217,6 +227,30 @@ class NodeRuns:
                 if spool.num_away and not spool.refused:
                     for frame in frames_of_rows(spool.cursor.folder, spool.acked):
                         run.owed.setdefault(frame, now - RESEND_S)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the join has all there is, and every row that it has not committed."""
+        spools = [spool for run in self._runs.values() for spool in run.spools.values() if not spool.refused]
+        return not self.num_waiting_bytes and not self.num_away and all(spool.is_passed_on for spool in spools)
+
+    def held(self, run: str) -> dict[str, SpoolHeld]:
+        """Return what the join said last of each spool of a run of which it said anything."""
+        known = self._runs.get(run)
+        return {
+            folder: SpoolHeld(spool.held or FilePlace(), spool.acked, refused=spool.refused)
+            for folder, spool in (() if known is None else known.spools.items())
+            if spool.held is not None or spool.refused
+        }
+
+    def is_to(self, answer: Answer) -> bool:
+        """Return whether an answer is to a beat of ours, or says not to which."""
+        return answer.to[0] in ("", self._session)
+
+    def echo(self, run: str) -> tuple[str, int]:
+        """Return (join, stamp) of the newest answer of a run; ("", 0): there was none."""
+        known = self._runs.get(run)
+        return ("", 0) if known is None else known.echo
 
     @property
     def num_away(self) -> int:
@@ -259,6 +293,9 @@ class NodeRuns:
             sent_at[frame] = now
             found = read_window(spool.cursor.folder / file_name(frame.file_index), frame.offset, frame.num_bytes)
             data = b"" if found is None or len(found[0]) < frame.num_bytes else found[0]
+            if not data and self._arrivals is not None and _is_behind(spool.cursor.head()[1], frame):
+                sent_at[frame] = now - RESEND_S  # Not here yet.
+                continue
             num_bytes += len(data)
             for at in range(0, max(len(data), 1), CHUNK_BYTES):
                 yield RowsPiece(
@@ -266,7 +303,7 @@ class NodeRuns:
                     offset=frame.offset, num_bytes=len(data), at=at, data=data[at : at + CHUNK_BYTES],
                 )  # fmt: skip
 
-    def beats(self, *, blocked: str = "", is_leaving: bool = False) -> Iterator[Beat]:
+    def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:
         """Yield what is to be said of each run."""
         now = self._clock()
         for name, run in self._runs.items():
@@ -282,7 +319,7 @@ class NodeRuns:
             yield Beat(
                 version=PLAIN_VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
                 blocked=blocked, is_leaving=is_leaving, number=(self._session, self._num_beats),
-                refused=[why for why, at in run.refused.items() if now - at <= SAID_S],
+                refused=[why for why, at in run.refused.items() if now - at <= SAID_S], is_ending=is_ending,
             )  # fmt: skip
 
     def take_answer(self, answer: Answer, *, has_signature: bool = False) -> None:
@@ -328,7 +365,7 @@ class NodeRuns:
             elif now - spool.moved > RESEND_S and ((answer.is_drained and not said.is_waiting) or said.gap == spool.turn):
                 spool.go_back(said.held, now)
             spool.held = said.held
-            spool.num_away = said.num_away
+            spool.num_away, spool.is_passed_on = said.num_away, said.is_passed_on
             self._commit(spool, said.acked)
         for name, data in answer.commands.items():
             self._obey(run, name, data)
@@ -372,12 +409,14 @@ class NodeRuns:
         )  # fmt: skip
 
     def _commit(self, spool: _Spool, acked: tuple[int, int]) -> None:
-        """Write down what the join has committed: the trainer deletes by it. Never more than this spool has."""
+        """Write down what the join has committed: the trainer deletes by it. Never more than this spool has; a copy may yet
+        have less.
+        """
         if acked <= spool.acked or acked <= read_ack(spool.cursor.folder):
             spool.acked = max(spool.acked, acked) if acked <= spool.acked else acked
             return
         head = spool.cursor.head()[1]
-        if acked > (last_index(head.file), head.offset):
+        if self._arrivals is None and acked > (last_index(head.file), head.offset):
             self._tell(f"{spool.cursor.folder}: the join commits {acked}, and this spool ends at {head}; it is not believed")
             return
         try:
@@ -399,6 +438,16 @@ class NodeRuns:
         if problem not in self._told and len(self._told) < 1000:
             self._told.add(problem)
             self._on_problem(problem)
+
+
+def _is_behind(head: FilePlace, frame: AwayFrame) -> bool:
+    """Return whether a spool that ends there lacks a frame for it has not come yet. What was thinned comes no more."""
+    of_head = (last_index(head.file), head.offset if isinstance(read_name(head.file), int) else math.inf)
+    return of_head < (frame.file_index, frame.offset + frame.num_bytes)
+
+
+def _unknown(run: str) -> Arrivals:
+    return Arrivals()
 
 
 def _witness(folder: Path) -> bytes:

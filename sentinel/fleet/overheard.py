@@ -1,9 +1,10 @@
-"""Overheard: what nodes and the join say to each other within a while: all that `sentinel fleet status` knows."""
+"""Overheard: what nodes, workers and the join say within a while: all that `sentinel fleet status` knows."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,10 +12,14 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
-from sentinel.fleet.sealed import Answer, Beat, unseal
+from sentinel.fleet.sealed import Answer, Beat, WorkerReport, unseal
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
+
+
+HEARD = (subjects.BEATS, subjects.ANSWERS, subjects.FRAMES_BEATS, subjects.FRAMES_ANSWERS, subjects.WORKERS)
+"""Subjects of all that is heard."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,38 +46,65 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of which it asked for rows, those among them."""
     blocked: list[str]
     """Why something does not go on, in words."""
+    partition: int
+    worker: str = ""
+    """Which worker passes on what the node says; empty: it speaks to the join itself, or to a worker that is not there."""
+    epoch: int = 0
+    """Of that worker's lease of the partition."""
 
 
-async def overhear(broker: BrokerConfig, listen_s: float) -> list[NodeStatus]:
-    """Return what is said of each run and node within so many seconds; asyncio.TimeoutError: there is no broker."""
+async def overhear(
+    broker: BrokerConfig, listen_s: float, on_worker: Callable[[WorkerReport], None] = lambda report: None
+) -> list[NodeStatus]:
+    """Return what is said of each run and node within so many seconds; asyncio.TimeoutError: there is no broker.
+
+    on_worker: told what workers say of themselves, several times each.
+    """
     beats: dict[tuple[str, str], Beat] = {}
     answers: dict[tuple[str, str], Answer] = {}
+    to_workers: dict[tuple[str, str], Beat] = {}
+    by_workers: set[tuple[str, str]] = set()
 
     async def take(message: Msg) -> None:
         with contextlib.suppress(WireError):
-            if ".beat." in message.subject:
+            kind = message.subject.split(".")[2] if message.subject.count(".") > 2 else ""
+            if kind in ("beat", "frames-beat"):
                 beat = unseal(message.data, Beat)
-                beats[beat.run, beat.node] = beat
-            else:
+                (beats if kind == "beat" else to_workers)[beat.run, beat.node] = beat
+            elif kind:
                 answer = unseal(message.data, Answer)
-                answers[answer.run, answer.node] = answer
+                if kind == "answer":
+                    answers[answer.run, answer.node] = answer
+                else:
+                    by_workers.add((answer.run, answer.node))
+            else:
+                on_worker(unseal(message.data, WorkerReport))
 
     client = await asyncio.wait_for(connect(broker, "sentinel fleet status"), 5.0)
     try:
-        for subject in (subjects.BEATS, subjects.ANSWERS):
+        for subject in HEARD:
             await client.subscribe(subject, cb=take)
         await asyncio.sleep(listen_s)
     finally:
         await client.close()
-    return [_status(beat, answers.get(key)) for key, beat in sorted(beats.items())]
+    # What a worker says in a node's name knows more than what the node says to it.
+    found = {**to_workers, **beats}
+    return [
+        _status(beat, answers.get(key), is_unheard=key in to_workers.keys() - by_workers)
+        for key, beat in sorted(found.items())
+    ]
 
 
-def _status(beat: Beat, answer: Answer | None) -> NodeStatus:
+def _status(beat: Beat, answer: Answer | None, *, is_unheard: bool) -> NodeStatus:
+    """Return how a node is. is_unheard: it ships to workers, and none answers."""
     said = answer.spools if answer is not None else {}
     blocked = [beat.blocked] if beat.blocked else []
     blocked += beat.refused
     blocked += sorted({one.refused for one in said.values() if one.refused})
-    if answer is None:
+    partition = subjects.partition_of(beat.node)
+    if is_unheard:
+        blocked.append(f"no worker answers, partition {partition}")
+    elif answer is None:
         blocked.append("no join answers")
     return NodeStatus(
         run=beat.run, node=beat.node, num_spools=len(beat.spools),
@@ -83,5 +115,6 @@ def _status(beat: Beat, answer: Answer | None) -> NodeStatus:
         acked={folder: one.acked for folder, one in beat.spools.items()},
         num_steps_of_digests=answer.num_steps[0] if answer is not None else 0,
         num_steps_of_rows=answer.num_steps[1] if answer is not None else 0,
-        join=answer.join if answer is not None else "", blocked=blocked,
+        join=answer.join if answer is not None else "", blocked=blocked, partition=partition, worker=beat.worker,
+        epoch=beat.epoch,
     )  # fmt: skip

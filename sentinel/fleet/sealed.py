@@ -62,6 +62,8 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """(offset in the chunk, bytes) of payloads of rows that are not in `data`, rising: digests stand for them."""
     turn: int = 0
     """Times that the node went back to what the join holds of this spool: within one, chunks were sent in their order."""
+    epoch: int = 0
+    """Of the lease of the worker that passes it on; 0: the node itself says it."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,6 +99,8 @@ class DigestPiece(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
     part: int
     num_parts: int
     data: bytes
+    epoch: int = 0
+    """Of the lease of the worker that passes it on; 0: the node itself says it."""
 
 
 class RowsPiece(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
@@ -114,6 +118,8 @@ class RowsPiece(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
     at: int
     """Of the data in the frame."""
     data: bytes
+    epoch: int = 0
+    """Of the lease of the worker that passes it on; 0: the node itself says it."""
 
 
 class SpoolHead(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +162,12 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """(drawn by the shipper when it began, beats that it has sent): an answer names the beat that it answers."""
     refused: list[str] = []
     """What of the join was not believed lately, in words."""
+    is_ending: bool = False
+    """The node ends as soon as the join has everything."""
+    epoch: int = 0
+    """Of the lease of the worker that passes it on; 0: the node itself says it."""
+    worker: str = ""
+    """Which worker passes it on; empty: the node itself says it."""
 
 
 class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +186,8 @@ class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
     """`turn` of the newest chunk that is here while bytes before it are not: these were lost. -1: there is none."""
     is_waiting: bool = False
     """Whether chunks of it wait for nodes that are behind, and so are not in `held`."""
+    is_passed_on: bool = True
+    """Whether the join has all that whoever answers holds, where the node ends: it may not be so where a worker answers."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
@@ -197,6 +211,27 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Steps that were judged of digests, and steps whose rows were asked for, since the join began."""
     to: tuple[str, int] = ("", 0)
     """`number` of the beat that is answered."""
+    epoch: int = 0
+    """The highest under which a worker spoke of this node lately."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True, tag="worker"):
+    """What a worker says of itself, for people."""
+
+    worker: str
+    partitions: dict[int, int]
+    """Those that it has -> their epochs."""
+    num_nodes: dict[int, int]
+    """Partition -> nodes of it that have spoken; none where it is missing."""
+    waiting_bytes: dict[int, int]
+    """Partition -> bytes of their spools that the join has not got, as they said last."""
+    num_workers: int = 0
+    """Workers among which it shares the partitions, itself included."""
+    num_refused: int = 0
+    """Messages of nodes that it did not take, since it began."""
+    blocked: str = ""
+    """Why nothing goes on to the join just now, in words; empty: it does."""
+    version: int = PLAIN_VERSION
 
 
 Published: TypeAlias = SpoolChunk | DigestPiece | RowsPiece
@@ -216,21 +251,21 @@ class Several(msgspec.Struct, frozen=True, array_like=True, tag="several"):
             raise ValueError("expected what one node has of one run")
 
 
-Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer)
+Sealed = TypeVar("Sealed", SpoolChunk, Beat, Answer, WorkerReport)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer, Published | Several)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (SpoolChunk, Beat, Answer, WorkerReport, Published | Several)
 }
 
 
 def in_messages(published: Iterable[Published]) -> Iterator[tuple[Published, ...]]:
-    """Yield what follows each other of one run, what is small of it together, for one message each."""
+    """Yield what follows each other of one node and run, what is small of it together, for one message each."""
     together: list[Published] = []
     num_bytes = 0
     for one in published:
         size = len(one.data) + ROOM_EACH_BYTES + (16 * len(one.away) if isinstance(one, SpoolChunk) else 0)
-        if together and (one.run != together[0].run or num_bytes + size > TOGETHER_BYTES):
+        if together and ((one.node, one.run) != (together[0].node, together[0].run) or num_bytes + size > TOGETHER_BYTES):
             yield tuple(together)
             together, num_bytes = [], 0
         together.append(one)
@@ -245,7 +280,7 @@ def seal_published(parts: Sequence[Published]) -> bytes:
     return seal(first) if len(parts) == 1 else _sealed(Several(VERSION, first.node, first.run, tuple(parts)))
 
 
-def seal(message: Published | Beat | Answer) -> bytes:
+def seal(message: Published | Beat | Answer | WorkerReport) -> bytes:
     """Return the bytes of a message."""
     return _sealed(message)
 

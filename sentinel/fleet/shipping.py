@@ -1,4 +1,4 @@
-"""Shipping: publishes the spools of one machine, and lets the join say how far. It has no state: the spools last.
+"""Shipping: publishes spools, and lets whoever takes them say how far. It has no state: the spools last.
 
 What a broker does not take, or lost after it took it, is read from the spool again; a trainer notices nothing of either.
 """
@@ -9,15 +9,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
-from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_key import RunKey
-from sentinel.fleet.sealed import Answer, Published, in_messages, seal, seal_published, unseal
+from sentinel.fleet.sealed import Answer, Beat, Published, in_messages, seal, seal_published, unseal
+from sentinel.fleet.subjects import TO_JOIN, Ways
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -38,14 +39,72 @@ ACKNOWLEDGED_S = 5.0
 LONGEST_PAUSE_S = 5.0
 
 
+class PublishedRuns(Protocol):
+    """What is published: the runs of one machine (`NodeRuns`), or those of the nodes that a worker has (`RelayedNodes`)."""
+
+    directory: Path
+
+    @property
+    def who(self) -> str:
+        """Who publishes, for people."""
+        ...
+
+    @property
+    def node(self) -> str | None:
+        """The node for which answers are; None: they are for many."""
+        ...
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the join has everything."""
+        ...
+
+    def discover(self) -> None:
+        """Take in what is new."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the join waits for what is said."""
+        ...
+
+    def next(self, max_bytes: int) -> Iterator[Published]:
+        """Yield what is to be published next, up to about so many bytes; it is taken for published."""
+        ...
+
+    def take_back(self, published: Published) -> None:
+        """Have something that could not be published read again."""
+        ...
+
+    def send_rows(self) -> None:
+        """Have all sent that cannot be asked for after the end."""
+        ...
+
+    def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:
+        """Yield what is to be said."""
+        ...
+
+    def take_answer(self, answer: Answer, *, has_signature: bool = False) -> None:
+        """Go by what is answered."""
+        ...
+
+
 class Shipping:
     """The work of `sentinel ship`."""
 
-    def __init__(self, runs: NodeRuns, broker: BrokerConfig, *, drain_s: float = 10.0, key: RunKey | None = None) -> None:
+    def __init__(
+        self,
+        runs: PublishedRuns,
+        broker: BrokerConfig,
+        *,
+        drain_s: float = 10.0,
+        key: RunKey | None = None,
+        ways: Ways = TO_JOIN,
+    ) -> None:
         """drain_s: longest time after `stop` until all that the spools hold is held by the join. key: by which beats are
-        signed, and answers known, as `runs` wants them; None: they are not.
+        signed, and answers known, as `runs` wants them; None: they are not. ways: to whom it is published.
         """
-        self._key = key
+        self._key, self._ways = key, ways
         self.blocked = ""
         """Why nothing is published just now; empty: it is."""
         self.num_published = 0
@@ -72,7 +131,7 @@ class Shipping:
     async def run(self) -> bool:
         """Publish until `stop`; return whether the join holds all there is. ConfigError."""
         self._loop = asyncio.get_running_loop()
-        connecting = asyncio.ensure_future(connect(self._broker, f"sentinel ship {self._runs.node}"))
+        connecting = asyncio.ensure_future(connect(self._broker, f"sentinel ship {self._runs.who}"))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
@@ -81,9 +140,11 @@ class Shipping:
             connecting.cancel()
             return False
         client = await connecting
-        log.info("node %s: shipping %s to %s", self._runs.node, self._runs.directory, self._broker.shown)
+        log.info("%s: shipping %s to %s", self._runs.who, self._runs.directory, self._broker.shown)
         try:
-            await client.subscribe(subjects.answer(None, self._runs.node), cb=self._take_answer)
+            node = self._runs.node
+            heard = subjects.ANSWERS if node is None else self._ways.answer(None, node)
+            await client.subscribe(heard, cb=self._take_answer)
             beating = asyncio.ensure_future(self._beat(client))
             try:
                 is_drained = await self._ship(client)
@@ -112,14 +173,13 @@ class Shipping:
             has_moved = await self._publish_next(client, jetstream)
             if self._stop.is_set():
                 until = until or now + self._drain_s
-                if not self._flying and not self._runs.num_waiting_bytes and not self._runs.num_away:
+                if not self._flying and self._runs.is_held:
                     return True
                 self._runs.send_rows()
                 if now >= until:
                     log.warning(
-                        "node %s: ended after %g s with %d bytes, and rows of %d frames, that the join does not hold; %s",
-                        self._runs.node, self._drain_s, self._runs.num_waiting_bytes, self._runs.num_away,
-                        self.blocked or "it has not said why",
+                        "%s: ended after %g s, and the join does not hold all of it; %s",
+                        self._runs.who, self._drain_s, self.blocked or "what it lacks is sent at the next start",
                     )  # fmt: skip
                     return False
             if not has_moved:
@@ -151,10 +211,10 @@ class Shipping:
 
         try:
             await jetstream.publish(
-                subjects.raw(published[0].run, published[0].node),
+                self._ways.chunk(published[0].run, published[0].node),
                 data,
                 timeout=ACKNOWLEDGED_S,
-                headers={"Nats-Expected-Stream": subjects.STREAM},
+                headers={"Nats-Expected-Stream": self._ways.stream},
             )
         except (TimeoutError, Error, OSError) as error:
             self._failed(published, error)
@@ -174,7 +234,7 @@ class Shipping:
         blocked = f"the broker does not take what is published: {words}"
         if blocked != self.blocked:
             self.blocked = blocked
-            log.warning("node %s: %s; spools keep it meanwhile", self._runs.node, blocked)
+            log.warning("%s: %s; spools keep it meanwhile", self._runs.who, blocked)
 
     async def _beat(self, client: Client) -> None:
         while True:
@@ -189,9 +249,9 @@ class Shipping:
 
         if not client.is_connected:
             return
-        for beat in self._runs.beats(blocked=self.blocked, is_leaving=is_leaving):
+        for beat in self._runs.beats(blocked=self.blocked, is_ending=self._stop.is_set(), is_leaving=is_leaving):
             with contextlib.suppress(Error, OSError):
-                subject, data = subjects.beat(beat.run, beat.node), seal(beat)
+                subject, data = self._ways.beat(beat.run, beat.node), seal(beat)
                 headers = self._key.headers(subject, data) if self._key is not None else None
                 await client.publish(subject, data, headers=headers)
         if is_leaving:
@@ -202,7 +262,7 @@ class Shipping:
         try:
             answer = unseal(message.data, Answer)
         except WireError as error:
-            log.warning("node %s: %s: %s", self._runs.node, message.subject, error)
+            log.warning("%s: %s: %s", self._runs.who, message.subject, error)
             return
         has_signature = self._key is not None and self._key.has_signed(message.subject, message.data, message.headers)
         self._runs.take_answer(answer, has_signature=has_signature)

@@ -49,6 +49,12 @@ class SpoolCopy:
         """Behind all that is here."""
         self._find_away()
 
+    def begin(self) -> None:
+        """Where nothing is here yet, begin with the file in which what is committed ends: what is before it is not taken."""
+        index = read_ack(self.folder)[0]
+        if index and self.place == FilePlace():
+            self.place = FilePlace(file_name(index), 0)
+
     def take(self, chunk: SpoolChunk) -> int:
         """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
         last = last_index(chunk.file)
@@ -117,7 +123,13 @@ class SpoolCopy:
         return self._append_part(chunk)
 
     def _append(self, chunk: SpoolChunk, offset: int) -> int:
-        """Write what of a chunk lies behind an offset of its file."""
+        """Write what of a chunk lies behind an offset of its file; return the bytes behind it."""
+        behind = offset
+        for away, size in chunk.away:
+            header = chunk.offset + away - HEADER_BYTES
+            if header < offset < chunk.offset + away + size:
+                # The beginning of this frame was here before it was whole, as it is: without its rows it has another header.
+                offset = header
         data, index = chunk.whole()[offset - chunk.offset :], last_index(chunk.file)
         fd = self._open(chunk.file)
         try:
@@ -136,7 +148,7 @@ class SpoolCopy:
             if chunk.offset + away - HEADER_BYTES >= offset:
                 self.away[index, chunk.offset + away - HEADER_BYTES] = HEADER_BYTES + size
         self.place = FilePlace(chunk.file, offset + len(data))
-        return len(data)
+        return offset + len(data) - behind
 
     def _open(self, file: str) -> int:
         path, how = f"{self._name}/{file}", os.O_WRONLY | os.O_NOFOLLOW

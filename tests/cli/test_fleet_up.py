@@ -89,7 +89,7 @@ def test_a_server_that_ends_at_once_is_said_in_its_own_words(
 
     assert "broker does not start: no room; see " in said
     users = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "fleet" / "credentials").iterdir()}
-    assert users == dict.fromkeys(["ca.pem", "join", "status", "node-1", "node-2"], 0o600)
+    assert users == dict.fromkeys(["ca.pem", "join", "worker", "status", "node-1", "node-2"], 0o600)
 
 
 @pytest.mark.slow
@@ -137,13 +137,15 @@ def test_all_are_ended_in_order_and_once_more_ends_them_at_once(tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.server
 @pytest.mark.timeout(240)
-def test_a_fleet_comes_up_judges_what_nodes_write_and_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_fleet_comes_up_judges_what_nodes_write_and_goes_on_where_it_was(tmp_path: Path, num_workers: int) -> None:
     need("nats-server")
     run = small_run(tmp_path / "fleet" / "node-2" / "run")
     run.write(4)
     port = free_port()
     command = [sys.executable, "-m", "sentinel.cli", "fleet", "up", str(tmp_path / "fleet"), "--broker-port", str(port)]
     command += ["--listen", f"127.0.0.1:{free_port()}", "--open-reads", "--json"]
+    command += ["--workers", str(num_workers)]
     judged = tmp_path / "fleet" / "joined" / "run" / ".daemon" / "journal.sqlite"
     for number in range(2):
         said = tmp_path / f"said-{number}"
@@ -169,6 +171,9 @@ def test_a_fleet_comes_up_judges_what_nodes_write_and_goes_on_where_it_was(tmp_p
         finally:
             process.kill()
             process.wait()
+    if num_workers:
+        assert (tmp_path / "fleet" / "logs" / "worker-1.log").read_text().count("has 64 of 64 partitions") == 2
+        return
     copies = list((tmp_path / "fleet" / "joined" / "run" / "spool").rglob("*.spool"))
     assert copies and all(
         path.read_bytes() == (run.directory / path.relative_to(tmp_path / "fleet" / "joined" / "run")).read_bytes()

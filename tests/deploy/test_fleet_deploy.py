@@ -14,6 +14,7 @@ import yaml
 from sentinel.cli.join import join
 from sentinel.cli.main import run_cli
 from sentinel.cli.ship import ship
+from sentinel.cli.worker import worker
 from sentinel.fleet.broker import STREAM_BYTES
 from sentinel.fleet.fetched_rows import STALLED_S
 
@@ -23,7 +24,7 @@ from ..support.waiting import wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FLEET = DEPLOY / "kubernetes" / "fleet"
-VERBS = {"ship": ship, "join": join}
+VERBS = {"ship": ship, "join": join, "worker": worker}
 OBJECTS = {one["kind"]: one for path in FLEET.glob("*.yaml") for one in yaml.safe_load_all(path.read_text())}
 
 
@@ -40,7 +41,7 @@ def test_units_start_what_there_is_and_write_where_they_may(verb, tmp_path):
 
     assert (Path(program).name, first) == ("sentinel", verb)
     assert options["directory"] == f"/var/lib/{line_of(unit, 'StateDirectory')[0]}"
-    assert options["drain_s"] < float(line_of(unit, "TimeoutStopSec")[0])
+    assert options.get("drain_s", 0.0) < float(line_of(unit, "TimeoutStopSec")[0])
     assert line_of(unit, "Restart") == ["always"]
     # Only what notifies may be waited for, and feeds a watchdog, which waits longer than a step does for rows of nodes.
     assert line_of(unit, "Type") == (["notify"] if verb == "join" else [])
@@ -112,12 +113,12 @@ def test_a_server_takes_the_configuration_with_the_users_that_are_made_for_it(tm
     code, said = run_tool("nats-server", "-t", "-c", str(config))
 
     assert (code, "is valid" in said) == (0, True), said
-    assert before.keys() == {"join", "status", "gpu-1", "gpu-2"}
+    assert before.keys() == {"join", "worker", "status", "gpu-1", "gpu-2"}
     assert after.items() >= before.items() and "gpu-3" in after
     users = (tmp_path / "users.conf").read_text()
     assert '"gpu-3"' in users and '"gpu-2"' not in users and (tmp_path / "users.conf").stat().st_mode & 0o77 == 0
     assert run_cli(["fleet", "users", str(tmp_path), "join"]) == 2
-    assert "neither join nor status" in capsys.readouterr().err
+    assert "none of join, worker, status" in capsys.readouterr().err
 
 
 SHIPPER = """#!/bin/bash

@@ -16,13 +16,15 @@ from nats.js.errors import APIError, NotFoundError
 
 from sentinel.cli.logged_command import LoggedCommand
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
+from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams, ensure_worker_streams
 from sentinel.fleet.broker_certificates import RENEWED_DAYS, VALID_DAYS, BrokerCertificates
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_intake import JoinIntake
-from sentinel.fleet.join_lease import JoinLease
+from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.own_broker import OwnBroker
+from sentinel.fleet.partition_leases import PartitionLeases
 from sentinel.fleet.sealed import VERSION, FilePlace, SpoolChunk, seal
+from sentinel.fleet.stream_reader import StreamReader
 
 from ..support.ports import free_port
 from ..support.servers import need
@@ -128,6 +130,59 @@ def test_a_node_makes_deletes_and_purges_no_stream(broker: OwnBroker) -> None:
     assert as_user(broker, "node-1", administer)
     assert as_user(broker, "status", administer)
     assert not as_user(broker, "join", look)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_worker_has_its_two_streams_and_no_other(broker: OwnBroker) -> None:
+    async def work(client: Client, refused: list[str]) -> None:
+        jetstream = client.jetstream(timeout=60.0)
+        await ensure_worker_streams(jetstream, STREAM_BYTES >> 8)
+        assert await PartitionLeases("host/1", LeaseTimes.of(1.0)).step(jetstream) is False
+        taken: list[bytes] = []
+        reader = StreamReader(
+            subjects.FRAMES_STREAM, subjects.in_partition(subjects.FRAMES, subjects.partition_of("node-1")),
+            take=lambda message: taken.append(message.data), has_room=lambda: True, may_act=lambda: not taken,
+            is_shared=True,
+        )  # fmt: skip
+        async with asyncio.timeout(60.0):
+            await reader.read(jetstream)
+        assert taken == [b"mine"]
+        await jetstream.purge_stream(subjects.FRAMES_STREAM, subject=subjects.frames(None, "node-1"))
+        await client.publish(subjects.beat("run", "node-1"), b"in its name")
+        await client.publish(subjects.raw("run", "node-1"), b"in its name")
+        await client.subscribe(subjects.FRAMES_BEATS)
+        await client.subscribe(subjects.ANSWERS)
+        await client.flush()
+        assert not refused
+
+    async def administer(client: Client, refused: list[str]) -> None:
+        jetstream = client.jetstream(timeout=0.2)
+        for act, subject in (
+            (jetstream.delete_stream(subjects.FRAMES_STREAM), f"$JS.API.STREAM.DELETE.{subjects.FRAMES_STREAM}"),
+            (jetstream.purge_stream(subjects.STREAM), f"$JS.API.STREAM.PURGE.{subjects.STREAM}"),
+            (jetstream.get_msg(subjects.LEASES, 1), f"$JS.API.STREAM.MSG.GET.{subjects.LEASES}"),
+        ):
+            with contextlib.suppress(NatsTimeout, TimeoutError, APIError, Error):
+                await act
+            await until_refused(refused, f'publish to "{subject}"')
+        for other in (subjects.LEASE, subjects.answer("run", "node-1"), subjects.frames("run", "node-1")):
+            await client.publish(other, b"forged")
+            await until_refused(refused, f'publish to "{other}"')
+
+    async def ship(client: Client, refused: list[str]) -> None:
+        sent = await client.jetstream().publish(subjects.frames("run", "node-1"), b"mine", timeout=60.0)
+        assert sent.stream == subjects.FRAMES_STREAM
+        await client.publish(subjects.frames("run", "node-2"), b"forged")
+        await until_refused(refused, f'publish to "{subjects.frames("run", "node-2")}"')
+
+    async def prepare(client: Client, refused: list[str]) -> None:
+        await ensure_worker_streams(client.jetstream(timeout=60.0), STREAM_BYTES >> 8)
+
+    assert not as_user(broker, "worker", prepare)
+    assert as_user(broker, "node-1", ship)
+    assert not as_user(broker, "worker", work)
+    assert as_user(broker, "worker", administer)
 
 
 @pytest.mark.server

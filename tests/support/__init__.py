@@ -32,6 +32,7 @@
 | have a broker that may be killed and lose its messages | `nats_broker`: `NatsBroker`, and `NatsCluster` of three |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |
 | have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet` |
+| have one with workers live through one | `relayed_faults`: `RelayedFleet` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |

@@ -17,8 +17,11 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.partition_leases import PartitionLeases
+from sentinel.fleet.partition_worker import PartitionWorker
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
+from sentinel.fleet.subjects import TO_JOIN, Ways
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
@@ -48,12 +51,18 @@ class Shipper:
     """One shipper in a thread, which can be left in the lurch."""
 
     def __init__(
-        self, directory: Path, node: str, url: str, kinds: frozenset[str] | None = None, key: RunKey | None = None
+        self,
+        directory: Path,
+        node: str,
+        url: str,
+        kinds: frozenset[str] | None = None,
+        key: RunKey | None = None,
+        ways: Ways = TO_JOIN,
     ) -> None:
         """kinds: it ships digests that carry these; None: spools as they are."""
         self.problems: list[str] = []
         runs = NodeRuns(directory, node, digested_kinds=kinds, on_problem=self.problems.append, is_signed=key is not None)
-        self.shipping = Shipping(runs, BrokerConfig(server=url), drain_s=60.0, key=key)
+        self.shipping = Shipping(runs, BrokerConfig(server=url), drain_s=60.0, key=key, ways=ways)
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[bool] | None = None
         self.is_drained = False
@@ -84,6 +93,67 @@ class Shipper:
         self.shipping.stop()
         self._thread.join(90)
         return self.is_drained
+
+
+class StoppablePartitions(PartitionLeases):
+    """Of a worker that may be stopped, or killed: the broker hears nothing of it any more."""
+
+    is_stopped = False
+
+    async def step(self, jetstream: Any) -> bool:
+        return False if self.is_stopped else await super().step(jetstream)
+
+    async def give_back(self, jetstream: Any) -> None:
+        if not self.is_stopped:
+            await super().give_back(jetstream)
+
+
+class Worker:
+    """One worker in a thread, which can be left in the lurch."""
+
+    def __init__(
+        self,
+        directory: Path,
+        url: str,
+        kinds: frozenset[str],
+        name: str = "w1",
+        leases: StoppablePartitions | None = None,
+        key: RunKey | None = None,
+    ) -> None:
+        directory.mkdir(exist_ok=True)
+        self.leases = leases or StoppablePartitions(name, ALONE)
+        self.worker = PartitionWorker(directory, BrokerConfig(server=url), self.leases, kinds=kinds, key=key)
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self.worker.run())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+
+    def held(self) -> int:
+        """Return how many partitions it has."""
+        return len(self.leases.held())
+
+    def pause(self) -> Callable[[], None]:
+        """Have it do nothing until what this returns is called: SIGSTOP and SIGCONT."""
+        goes_on = threading.Event()
+        self._loop.call_soon_threadsafe(goes_on.wait, 120.0)
+        return goes_on.set
+
+    def drop(self) -> None:
+        """End it as a kill does: it says nothing to anybody."""
+        self.leases.is_stopped = True
+        self.end()
+
+    def end(self) -> None:
+        """Have it end in order."""
+        self.worker.stop()
+        self._thread.join(90)
+        assert self._task is not None and self._task.exception() is None
 
 
 class Clock:
