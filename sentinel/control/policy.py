@@ -63,13 +63,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The key of the configuration that switches it off altogether; empty: none does."""
 
 
-class PolicyMemory(msgspec.Struct, kw_only=True):
-    """What one policy ordered of late."""
-
-    times: list[float] = []
-    """When it ordered something within the last hour, seconds since the epoch."""
-    quiet_until: float = 0.0
-    last_why_not: str = ""
+IS_ON = "monitoring is on"
 
 
 class OrderOrigin(msgspec.Struct, kw_only=True):
@@ -79,6 +73,17 @@ class OrderOrigin(msgspec.Struct, kw_only=True):
     proposal: Proposal
     reason: str
     num_reissues: int = 0
+
+
+class PolicyMemory(msgspec.Struct, kw_only=True):
+    """What one policy ordered of late."""
+
+    times: list[float] = []
+    """When it ordered something within the last hour, seconds since the epoch."""
+    quiet_until: float = 0.0
+    last_why_not: str = ""
+    covered: OrderOrigin | None = None
+    """The newest that was not ordered because monitoring is on that no rank is known to have begun."""
 
 
 class EscalatorState(msgspec.Struct, kw_only=True):
@@ -164,6 +169,8 @@ class Escalator:
                     details = {"key": proposal.key, "policy": policy.name, "why": why_not, "reason": proposal.reason(alarm)}
                     self._audit(now, "policy", _refusal(policy), details)
                 memory.last_why_not = why_not
+                if why_not == IS_ON:
+                    memory.covered = OrderOrigin(policy=policy.name, proposal=proposal, reason=proposal.reason(alarm))
                 continue
             memory.last_why_not = ""
             origin = OrderOrigin(policy=policy.name, proposal=proposal, reason=proposal.reason(alarm))
@@ -197,6 +204,7 @@ class Escalator:
                 self._note_latency(max(now - status.issued, 0.0))
             if status.state in ("ended", "withdrawn", "expired", "refused"):
                 self._quieten(command, origin, status.ended or now)
+            covered = self._take_covered(status)
             # Of monitoring that some ranks began, those that came too late may be the ones that matter. What a trainer is
             # asked for is not asked twice.
             is_partial = status.state == "partial" and not isinstance(command, RequestAction)
@@ -204,6 +212,9 @@ class Escalator:
                 self._note_latency(min(self.latency_s * 2.0, MAX_LATENCY_S) / LATENCY_MARGIN)
                 if origin.num_reissues < MAX_REISSUES:
                     state.again.append(msgspec.structs.replace(origin, num_reissues=origin.num_reissues + 1))
+                elif covered is not None:
+                    # What came meanwhile counted on it.
+                    state.again.append(covered)
             if status.is_final:
                 state.origins.pop(command.id, None)
         issued = []
@@ -241,7 +252,7 @@ class Escalator:
         if policy.action == "enable":
             ranks, targets = _reach(policy, proposal)
             if known.covers(policy.kinds, ranks, newest_step, targets):
-                return "monitoring is on"
+                return IS_ON
         if now < memory.quiet_until <= now + policy.cooldown_s:
             return "cooling down"
         if len(memory.times) >= policy.max_per_hour:
@@ -250,6 +261,17 @@ class Escalator:
         if policy.action == "enable" and self._cost.lost_s(now) > self.config.max_overhead * HOUR_S:
             return f"measuring more cost {self._cost.lost_s(now):.0f} s of the last hour (control.max_overhead)"
         return ""
+
+    def _take_covered(self, status: CommandStatus) -> OrderOrigin | None:
+        """Return what was not ordered because of this command, once nothing more comes of that; it counts no more."""
+        origin = self._state.origins.get(status.command.id)
+        if origin is None or status.state not in ("applied", "partial", "ended", "withdrawn"):
+            return None
+        if status.state == "withdrawn" and origin.num_reissues < MAX_REISSUES:
+            return None
+        memory = self._state.policies.setdefault(origin.policy, PolicyMemory())
+        covered, memory.covered = memory.covered, None
+        return covered
 
     def _note_latency(self, took_s: float) -> None:
         self._state.took_s = [*self._state.took_s, took_s][-NUM_LATENCIES:]

@@ -51,8 +51,8 @@ def push(run_dir: Path, remote: RemoteRun, clock: Callable[[], float] = time.tim
         manifest = read_manifest(run_dir / FOLDER)
         if not (run_dir / FOLDER / MANIFEST).is_file():
             raise StoreError(
-                f"{run_dir}: expected a run with a history, there is none in {run_dir / FOLDER}; the daemon writes it unless "
-                "its configuration says history: {enabled: false}"
+                f"{run_dir}: expected a run with a history, there is none in {run_dir / FOLDER}; the daemon writes it "
+                "unless its configuration says history: {enabled: false}"
             )
         there = _claimed(remote, manifest)
         sizes = remote.folder.sizes()

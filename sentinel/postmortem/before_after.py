@@ -162,8 +162,9 @@ class ValuesAround:
             with RecordedRun(RunPaths.of(self._material.run_dir)) as run:
                 if run.num_bytes > MOST_MERGED_BYTES:
                     self._why_not = (
-                        f"there is no history (the daemon's configuration switches it off), and a spool of {run.num_bytes >> 20} MiB is "
-                        f"more than the {MOST_MERGED_BYTES >> 20} MiB that a report merges; sentinel export reads it"
+                        "there is no history (the daemon's configuration switches it off), and a spool of "
+                        f"{run.num_bytes >> 20} MiB is more than the {MOST_MERGED_BYTES >> 20} MiB that a report merges; "
+                        "sentinel export reads it"
                     )
                     return found
                 pickers = {key: Picker(_query(key)) for key in keys}

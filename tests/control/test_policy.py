@@ -5,7 +5,7 @@ from sentinel.anomaly import Severity
 from sentinel.command import RequestAction
 from sentinel.control.commands import RunCommands
 from sentinel.control.config import ControlConfig, PolicyConfig
-from sentinel.control.policy import Escalator, first_step
+from sentinel.control.policy import MAX_REISSUES, Escalator, first_step
 from sentinel.control.proposal import Proposal, RuleAlarm, blast_radius, neighbours, propose
 from sentinel.errors import ConfigError
 from sentinel.messages import Ack
@@ -240,6 +240,27 @@ def test_what_a_trainer_is_asked_for_is_never_asked_twice(tmp_path):
     bench.answer(first, "missed", 1)
 
     assert bench.tick({0: 42, 1: 42}) == []
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_alarm_that_counted_on_monitoring_which_never_began_has_its_own(tmp_path, is_begun):
+    # A join that was away reads of a NaN, and in the same moment orders anew what it ordered for something else before.
+    bench = Bench(tmp_path)
+    first = command = bench.consider(1)
+    step = 40
+    for _ in range(MAX_REISSUES):
+        bench.answer(command, "missed")
+        step += 10
+        (command,) = bench.tick({0: step})
+    assert bench.consider(2, newest_step=step) is None and bench.why_not() == ["monitoring is on"]
+    bench.answer(command, "armed" if is_begun else "missed")
+    issued = bench.tick({0: step + 10})
+    if is_begun:
+        bench.tick({0: command.at_step + 40})
+        assert not issued and not bench.tick({0: command.at_step + 50})
+        return
+    assert len(issued) == 1 and issued[0].id != first.id and issued[0].at_step > step + 10
+    assert not bench.tick({0: step + 10})
 
 
 def test_reissues_end(tmp_path):

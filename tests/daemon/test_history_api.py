@@ -122,5 +122,5 @@ def test_one_question_is_answered_at_a_time(run_dir: Path, monkeypatch: pytest.M
 
 def test_a_run_without_a_history_is_said_with_what_to_do(tmp_path: Path) -> None:
     for question in (HistoryQueries().held, HistoryQueries().series, HistoryQueries().heatmap):
-        with pytest.raises(NotThere, match=r"history\.enabled"):
+        with pytest.raises(NotThere, match=r"enabled: false"):
             question(tmp_path, asked(kind="wgrad"))

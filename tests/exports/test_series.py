@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 
 from sentinel.cli.main import run_cli
 from sentinel.daemon import series_api
+from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.http.app import make_app
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.daemon_api import UnknownRun
@@ -26,6 +27,7 @@ from sentinel.daemon.series_api import Busy, SeriesQueries, SeriesRequest
 from sentinel.daemon.serving import FORGET_S, ServedRun
 from sentinel.errors import ConfigError
 from sentinel.exports.series import RECENT_LAYOUTS, RecentSteps
+from sentinel.history.config import HistoryConfig
 from sentinel.ingest.merge import ClosedStep
 from sentinel.judge.recorded import RecordedRun
 from sentinel.store.run_paths import RunPaths
@@ -64,7 +66,8 @@ def source(tmp_path: Path) -> SyntheticRun:
 
 @pytest.fixture
 def run(source: SyntheticRun) -> Iterator[ServedRun]:
-    one = served(source.directory)
+    # A history holds the newest steps too, until it has written them.
+    one = served(source.directory, DaemonConfig(history=HistoryConfig(enabled=False)))
     yield one
     one.close()
 
