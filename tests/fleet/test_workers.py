@@ -138,6 +138,7 @@ def test_a_worker_that_is_killed_is_taken_over(tmp_path: Path, broker: NatsBroke
     fleet.finish()
 
 
+@pytest.mark.long
 def test_all_that_can_be_killed_is_killed_at_once(tmp_path: Path, broker: NatsBroker) -> None:
     fleet = Relayed(tmp_path, broker, "pp2 dp2", num_steps=14)
     fleet.worker()
@@ -185,7 +186,9 @@ def test_workers_share_the_nodes_and_one_that_ends_in_order_is_followed_at_once(
     assert not fleet.join.problems
 
 
-@pytest.mark.parametrize("knows", [True, False], ids=["by its clock", "control: it does not know"])
+@pytest.mark.parametrize(
+    "knows", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by its clock", "control: it does not know"]
+)
 def test_a_worker_that_is_stopped_past_its_leases_says_nothing_more_or_is_refused(
     tmp_path: Path, broker: NatsBroker, knows: bool
 ) -> None:

@@ -123,16 +123,18 @@ class Worker:
         directory.mkdir(exist_ok=True)
         self.leases = leases or StoppablePartitions(name, ALONE)
         self.worker = PartitionWorker(directory, BrokerConfig(server=url), self.leases, kinds=kinds, key=key)
-        self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended_well = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._task = self._loop.create_task(self.worker.run())
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._task)
+        async def work() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self.worker.run()
+            self._ended_well = True
+
+        asyncio.run(work())
 
     def held(self) -> int:
         """Return how many partitions it has."""
@@ -141,6 +143,8 @@ class Worker:
     def pause(self) -> Callable[[], None]:
         """Have it do nothing until what this returns is called: SIGSTOP and SIGCONT."""
         goes_on = threading.Event()
+        wait_for(lambda: self._loop is not None)
+        assert self._loop is not None
         self._loop.call_soon_threadsafe(goes_on.wait, 120.0)
         return goes_on.set
 
@@ -153,7 +157,7 @@ class Worker:
         """Have it end in order."""
         self.worker.stop()
         self._thread.join(90)
-        assert self._task is not None and self._task.exception() is None
+        assert self._ended_well
 
 
 class Clock:
