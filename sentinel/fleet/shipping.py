@@ -34,6 +34,12 @@ WINDOW_BYTES = 8 * 2**20
 ACKNOWLEDGED_S = 5.0
 """A message that the broker does not acknowledge within so long is published again."""
 LONGEST_PAUSE_S = 5.0
+LEAVE_S = 10.0
+"""A server of the broker that answered nothing of what was published for so long is left for another one, which may be with
+those that it is parted from; each time in a row after twice as long."""
+UNANSWERED = 1.5
+"""Times as long as which it is left where it brought no answer of a join: one that takes over is waited for."""
+LONGEST_STAY_S = 300.0
 
 
 class Shipping:
@@ -56,6 +62,11 @@ class Shipping:
         self._num_failures = 0
         """In a row."""
         self._paused_until = 0.0
+        self._unheard_since: float | None = None
+        """When it was seen first that nothing of what is published is answered; None: it is, if only by errors."""
+        self._answered_at = 0.0
+        """When the join answered last, monotonic seconds, or another server was gone to."""
+        self._leave_s = LEAVE_S
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -81,6 +92,7 @@ class Shipping:
         client = await connecting
         log.info("node %s: shipping %s to %s", self._runs.node, self._runs.directory, self._broker.shown)
         try:
+            self._answered_at = time.monotonic()
             await client.subscribe(subjects.answer(None, self._runs.node), cb=self._take_answer)
             beating = asyncio.ensure_future(self._beat(client))
             try:
@@ -143,6 +155,7 @@ class Shipping:
 
     async def _publish(self, jetstream: JetStreamContext, published: Published, data: bytes) -> None:
         from nats.errors import Error
+        from nats.js.errors import NoStreamResponseError
 
         try:
             await jetstream.publish(
@@ -152,11 +165,15 @@ class Shipping:
                 headers={"Nats-Expected-Stream": subjects.STREAM},
             )
         except (TimeoutError, Error, OSError) as error:
+            if not isinstance(error, (TimeoutError, NoStreamResponseError)):
+                self._unheard_since = None
+            elif self._unheard_since is None:
+                self._unheard_since = time.monotonic()
             self._failed(published, error)
         else:
             self.num_published += 1
             self.num_published_bytes += len(data)
-            self._num_failures = 0
+            self._num_failures, self._unheard_since = 0, None
         finally:
             self._flying_bytes -= len(data)
 
@@ -173,7 +190,22 @@ class Shipping:
     async def _beat(self, client: Client) -> None:
         while True:
             await self._say(client)
+            await self._leave(client)
             await asyncio.sleep(BEAT_S)
+
+    async def _leave(self, client: Client) -> None:
+        """Go to another server of the broker, if this one does not bring us further."""
+        now = time.monotonic()
+        if not client.is_connected:
+            self._unheard_since, self._answered_at = None, now
+            return
+        is_unheard = self._unheard_since is not None and now - self._unheard_since >= self._leave_s
+        if len(client.servers) > 1 and (is_unheard or now - self._answered_at >= UNANSWERED * self._leave_s):
+            why = "answers nothing of what is published" if is_unheard else "brings no answer of a join"
+            log.warning("node %s: this server of the broker %s; another one is tried", self._runs.node, why)
+            self._unheard_since, self._answered_at = None, now
+            self._leave_s = min(LONGEST_STAY_S, 2 * self._leave_s)
+            await client.force_reconnect()
 
     async def _say(self, client: Client, *, is_leaving: bool = False) -> None:
         from nats.errors import Error
@@ -195,5 +227,6 @@ class Shipping:
         except WireError as error:
             log.warning("node %s: %s: %s", self._runs.node, message.subject, error)
             return
+        self._answered_at, self._leave_s = time.monotonic(), LEAVE_S
         has_signature = self._key is not None and self._key.has_signed(message.subject, message.data, message.headers)
         self._runs.take_answer(answer, has_signature=has_signature)
