@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("sentinel.fleet")
 
 RECONNECT_S = 0.5
+LEAVE_S = 10.0
+"""A server that answers nothing for so long is left for another one, which may be with those that it is parted from."""
 UNSENT_S = 10.0
 """A connection over which nothing of what is sent arrives is over after so long. Before it tries another server the client
 waits until what it has written is sent, which over a link that is cut took the kernel's quarter of an hour."""

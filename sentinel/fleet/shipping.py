@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Published, seal, unseal
@@ -34,12 +34,10 @@ WINDOW_BYTES = 8 * 2**20
 ACKNOWLEDGED_S = 5.0
 """A message that the broker does not acknowledge within so long is published again."""
 LONGEST_PAUSE_S = 5.0
-LEAVE_S = 10.0
-"""A server of the broker that answered nothing of what was published for so long is left for another one, which may be with
-those that it is parted from; each time in a row after twice as long."""
 UNANSWERED = 1.5
-"""Times as long as which it is left where it brought no answer of a join: one that takes over is waited for."""
+"""Times `LEAVE_S` after which a server is left where it brought no answer of a join: one that takes over is waited for."""
 LONGEST_STAY_S = 300.0
+"""Servers in a row are left each after twice as long, up to this."""
 
 
 class Shipping:

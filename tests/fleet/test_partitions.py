@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.fleet import shipping
+from sentinel.fleet import join_intake, shipping
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 
 from ..support.fleet_faults import frozen_time
@@ -80,6 +80,23 @@ def test_a_join_with_the_minority_stops_and_one_with_the_majority_goes_on(
     third = watched.join("join", ("n0",), JoinLease("third", SECOND))
     wait_for(lambda: third.intake.standby_of == "second")
     watched.ends()
+
+
+def test_a_join_that_begins_with_a_server_that_is_parted_from_the_others_goes_to_another(
+    cluster: PartedCluster, watch: Callable[..., WatchedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_intake, "LEAVE_S", 2.0)
+    watched = watch()
+    first = watched.join()
+    wait_for(lambda: not first.intake.standby_of)
+    first.drop()
+    cluster.part("n0", *others_than("n0"))
+    cluster.part("join", *others_than("n0"))
+    join = watched.join()
+    wait_for(lambda: "the lease cannot be had" in join.intake.problem)
+    cluster.heal()
+    cluster.part("n0", *others_than("n0"))
+    wait_for(lambda: not join.intake.standby_of)
 
 
 def test_a_node_that_hears_nothing_and_one_that_is_not_heard_go_on_later(
