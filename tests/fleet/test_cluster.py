@@ -95,6 +95,16 @@ def test_servers_that_are_upgraded_one_after_another_lose_nothing(tmp_path: Path
         watched.ends()
 
 
+def is_refused(watched: WatchedRun, disk: SmallDisk) -> bool:
+    """Train on, with no room on a disk; return whether the broker has stopped to take what is published."""
+    # What the server deletes makes room again.
+    disk.fill()
+    if watched.run.step < STEPS - 2:
+        watched.goes_on(1)
+    watched.all_is_here()
+    return any("does not take" in one.shipping.blocked for one in watched.shippers)
+
+
 @pytest.mark.long
 def test_a_broker_whose_disk_is_full_says_so_and_takes_all_once_it_has_room(tmp_path: Path) -> None:
     with (
@@ -105,16 +115,7 @@ def test_a_broker_whose_disk_is_full_says_so_and_takes_all_once_it_has_room(tmp_
         watched.join(servers=("n0",))
         watched.ship(("n0",), ("n0",))
         wait_for(watched.all_is_here)
-
-        def is_blocked() -> bool:
-            # What the server deletes makes room again.
-            disk.fill()
-            if watched.run.step < STEPS - 2:
-                watched.goes_on(1)
-            watched.all_is_here()
-            return any("does not take" in one.shipping.blocked for one in watched.shippers)
-
-        wait_for(is_blocked, interval_s=0.2)
+        wait_for(lambda: is_refused(watched, disk), interval_s=0.2)
         disk.free()
         # It may hang until it is started again: 2.9.10 did so in two of three times.
         cluster.servers[0].kill()
@@ -124,24 +125,18 @@ def test_a_broker_whose_disk_is_full_says_so_and_takes_all_once_it_has_room(tmp_
 
 
 @pytest.mark.long
-def test_a_leader_whose_disk_is_full_is_done_without_until_it_has_room(tmp_path: Path) -> None:
+def test_a_leader_whose_disk_is_full_costs_time_alone(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         disks = [stack.enter_context(SmallDisk(tmp_path, 32 * 2**20)) for _ in SERVERS]
         stores = {number: one.path for number, one in enumerate(disks)}
         cluster = stack.enter_context(NatsCluster(tmp_path / "cluster", stores=stores))
         watched = begun(tmp_path, cluster, **LARGE)
-        leader = watched.leader()
-        disk, full = disks[SERVERS.index(leader)], cluster.servers[SERVERS.index(leader)]
-        for _ in range(12):
-            # What the server deletes makes room again.
-            disk.fill()
-            watched.goes_on(1)
-            wait_for(watched.all_is_here)
-        assert watched.leader() != leader
-        disk.free()
-        full.kill()
-        full.start()
-        watched.goes_on(2)
+        number = SERVERS.index(watched.leader())
+        wait_for(lambda: is_refused(watched, disks[number]) or watched.run.step == STEPS - 2, interval_s=0.2)
+        # It may still lead, and hang: 2.9.10 was left by the others after a minute, or not before it was started again.
+        disks[number].free()
+        cluster.servers[number].kill()
+        cluster.servers[number].start()
         wait_for(watched.all_is_here)
         watched.ends()
 
