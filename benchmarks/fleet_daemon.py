@@ -1,20 +1,23 @@
 """What a fleet costs beside a daemon on one disk, and how long it takes to be well again; all of it in real processes.
 
-    python benchmarks/fleet_daemon.py [verdict] [drain] [takeover] [--steps 1000] [--rounds 3] [--outage-s 60]
+    python benchmarks/fleet_daemon.py [verdict] [drain] [takeover] [--steps 1000] [--rounds 3] [--outage-s 60] [--stop-s 60]
 
 verdict: processor time of the process that judges, a row, from the broker to the verdict: `sentinel join` of spools as they
 are (`ship`) and of digests (`node`) beside `sentinel serve` over the same frames, in turn; and of digests that a `sentinel
 worker` makes of frames, beside what that takes. drain: a run that goes on while
 the broker is dead; how long a step takes to be written meanwhile, and how many times faster than real time the rest is
 judged once it is back. takeover: from `kill -9`, and from SIGSTOP, of the join that works
-until the other one judges.
+until the other one has the lease, and from then until it judges; who was stopped goes on after --stop-s, and what it writes
+then is counted: it should be nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
+import random
 import shutil
 import signal
 import statistics
@@ -25,18 +28,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kill9 import progress
+import msgspec
+from kill9 import different_replay, progress
+from recording import lines_of
 
-from sentinel.testing import SyntheticRun
+from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.join_lease import LeaseRecord
+from sentinel.fleet.subjects import LEASE
+from sentinel.testing import Nan, SyntheticRun
 from tests.support.nats_broker import NatsBroker
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
 
 RANKS_PER_NODE = 4
 STEP_S = 0.5
-"""Of the run of `drain`."""
+"""Of the runs of `drain` and `takeover`."""
 RESTART_S = 2.0
 """As in deploy/systemd/sentinel-join.service."""
 GIVEN_UP = 10
@@ -246,44 +258,174 @@ def drain(where: Path, outage_s: float) -> None:
               f"p99 {1e3 * ordered[int(0.99 * (len(ordered) - 1))]:.2f} ms ({len(ordered)} steps)")  # fmt: skip
 
 
-def takeover(where: Path, rounds: int) -> None:
-    """Print how long nobody judged, after a kill and after a stop."""
+class JoinOfMany:
+    """One of several `sentinel join` on one directory."""
+
+    def __init__(self, joined: Path, url: str, log: Path) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*SENTINEL, "join", str(joined), "--server", url, "--no-http"], stdout=output, stderr=output
+            )
+
+    def wait_until_it_stands_by(self) -> None:
+        while b"join: standby of" not in self.log.read_bytes():
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.process.args!r} ended with {self.process.returncode}: {self.log.read_text()}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Have it stand still, and wait until it does."""
+        self.process.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+
+    def written_bytes(self) -> int:
+        """Return the bytes that it has written to files until now, those of its log left out; also after its end."""
+        counters = Path(f"/proc/{self.process.pid}/io").read_text().split()
+        return int(counters[counters.index("wchar:") + 1]) - self.log.stat().st_size
+
+
+class Leases:
+    """What the joins of a broker say of their lease, as it comes, to a thread."""
+
+    def __init__(self, url: str) -> None:
+        self.taken: dict[int, float] = {}
+        """Epoch -> when it was heard of first, by `time.perf_counter`."""
+        self._url, self._over = url, threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._hear()))
+
+    def __enter__(self) -> Leases:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    async def _hear(self) -> None:
+        client = await connect(BrokerConfig(server=self._url), "benchmark")
+
+        async def note(message: Msg) -> None:
+            record = msgspec.msgpack.decode(message.data, type=LeaseRecord)
+            self.taken.setdefault(record.epoch, time.perf_counter())
+
+        await client.subscribe(LEASE, cb=note)
+        while not self._over.is_set():
+            await asyncio.sleep(0.1)
+        await client.close()
+
+
+class Takeovers(NamedTuple):
+    """Seconds of each takeover of one kind."""
+
+    lease: list[float]
+    """Until the standby has the lease."""
+    verdict: list[float]
+    """From then on, until it has judged the first step."""
+    kept_up: list[float]
+    """From then on, until it has judged all but the newest two."""
+
+
+def takeover(where: Path, rounds: int, stop_s: float) -> None:
+    """Print how long nobody judged, after a kill and after a stop, and what those that were stopped wrote afterwards."""
     run = SyntheticRun(where / "node0" / "run", layers=4, d_model=16)
+    modules = run.modules()
+    for step in range(10, 100_000, 100):
+        run.plant(Nan(step=step, module=modules[step // 100 % len(modules)]))
     joined = where / "joined"
-    took: dict[str, list[float]] = {"kill -9": [], "SIGSTOP": []}
-    with NatsBroker(where / "broker") as broker, shipping([where / "node0"], broker.url):
-        arguments = [*SENTINEL, "join", str(joined), "--server", broker.url, "--no-http"]
-        joins: list[subprocess.Popen[bytes]] = []
+    took = {how: Takeovers([], [], []) for how in ("kill -9", "SIGSTOP")}
+    ends: list[tuple[int, int]] = []
+    rng = random.Random(0)
+    joins: list[JoinOfMany] = []
+    written_at = 0.0
+
+    def judged() -> int:
+        """Return the steps that are judged, and go on training meanwhile."""
+        nonlocal written_at
+        if time.perf_counter() >= written_at + STEP_S:
+            written_at = time.perf_counter()
+            run.write(1)
+        time.sleep(0.01)
+        return progress(joined / "run")[1]
+
+    def train(seconds: float) -> None:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            judged()
+
+    with NatsBroker(where / "broker") as broker, shipping([where / "node0"], broker.url), Leases(broker.url) as leases:
         try:
-            joins.append(subprocess.Popen(arguments, stderr=subprocess.DEVNULL))
-            for how in [one for one in took for _ in range(rounds)]:
-                run.write(3)
-                while progress(joined / "run")[1] < run.step - 2:
-                    time.sleep(0.01)
-                joins.append(subprocess.Popen(arguments, stderr=subprocess.DEVNULL))
-                time.sleep(5.0)  # The other one stands by.
-                run.write(3)
-                active = joins.pop(0)
-                active.send_signal(signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
-                judged, began = progress(joined / "run")[1], time.perf_counter()
-                while progress(joined / "run")[1] <= max(judged, run.step - 3):
-                    run.write(1)
-                    time.sleep(0.1)
-                took[how].append(time.perf_counter() - began)
+            joins.append(JoinOfMany(joined, broker.url, where / "join-0.log"))
+            for number, how in enumerate(one for one in took for _ in range(rounds)):
+                while judged() < max(1, run.step - 2):
+                    pass
+                joins.append(JoinOfMany(joined, broker.url, where / f"join-{number + 1}.log"))
+                joins[-1].wait_until_it_stands_by()
+                # At any moment of the two seconds between two renewals.
+                train(2.0 + rng.uniform(0.0, 2.0))
+                active, epoch = joins.pop(0), max(leases.taken)
+                if how == "kill -9":
+                    active.process.kill()
+                    active.process.wait()
+                else:
+                    active.stop()
+                began, before = time.perf_counter(), progress(joined / "run")[1]
+                while judged() <= before:
+                    pass
+                first = time.perf_counter()
+                while judged() < run.step - 2:
+                    pass
+                has_lease = leases.taken[epoch + 1]
+                took[how].lease.append(has_lease - began)
+                took[how].verdict.append(first - has_lease)
+                took[how].kept_up.append(time.perf_counter() - first)
                 if how == "SIGSTOP":
-                    active.send_signal(signal.SIGCONT)
-                    print(
-                        f"  a join that was stopped, and goes on after its successor took over, ends with {active.wait(60)}"
-                    )
-                active.wait()
+                    train(began + stop_s - time.perf_counter())
+                    written = active.written_bytes()
+                    active.process.send_signal(signal.SIGCONT)
+                    while (ended := os.waitid(os.P_PID, active.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+                        judged()
+                    ends.append((ended.si_status, active.written_bytes() - written))
+                    active.process.wait()
+                lease, verdict, kept_up = (seconds[-1] for seconds in took[how])
+                wrote = f"; exit code {ends[-1][0]}, wrote {ends[-1][1]} bytes" if how == "SIGSTOP" else ""
+                print(
+                    f"  {how} {number % rounds + 1}: lease {lease:.1f} s, verdict {verdict:.1f} s, kept up {kept_up:.1f} s"
+                    f"{wrote} (load {os.getloadavg()[0]:.1f})",
+                    flush=True,
+                )
+            run.end()
+            while progress(joined / "run")[1] < run.step:
+                time.sleep(0.1)
         finally:
             for one in joins:
-                one.terminate()
-                one.wait(30)
-    for how, seconds in took.items():
-        print(
-            f"takeover after {how}, {rounds} times: median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
-        )
+                one.process.send_signal(signal.SIGCONT)
+                one.process.terminate()
+                one.process.wait(30)
+    for how, found in took.items():
+        both = [one + other for one, other in zip(found.lease, found.verdict, strict=True)]
+        print(f"takeover after {how}, {rounds} times: {_spread(both)}")
+        print(f"  until the lease: {_spread(found.lease)}")
+        print(f"  from the lease to the first verdict: {_spread(found.verdict)}")
+        print(f"  from there until all but two steps were judged: {_spread(found.kept_up)}")
+    refused = sum("another process has taken over" in path.read_text() for path in where.glob("join-*.log"))
+    print(
+        f"stopped for {stop_s:g} s, {len(ends)} times: exit code 1 {sum(code == 1 for code, _ in ends)} times; "
+        f"{sum(size for _, size in ends)} bytes written after SIGCONT; refused by the journal {refused} times"
+    )
+    words = different_replay(joined / "run", where)
+    print(
+        f"{run.step} steps, {sum(1 for _ in lines_of(joined / 'run'))} lines of anomalies and incidents: "
+        f"{'; '.join(words) if words else 'a replay by one process comes to the same bytes'}"
+    )
+
+
+def _spread(seconds: list[float]) -> str:
+    """Return median, p99 and longest in words; of fewer than 100 the p99 is all but the longest one."""
+    ordered = sorted(seconds)
+    p99 = statistics.quantiles(ordered, n=100, method="inclusive")[98] if len(ordered) > 1 else ordered[0]
+    return f"p50 {statistics.median(ordered):.1f} s, p99 {p99:.1f} s, longest {ordered[-1]:.1f} s"
 
 
 def main() -> None:
@@ -293,6 +435,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--outage-s", type=float, default=60.0)
+    parser.add_argument("--stop-s", type=float, default=60.0)
     options = parser.parse_args()
     parts = options.parts or ["verdict", "drain", "takeover"]
     if unknown := set(parts) - {"verdict", "drain", "takeover"}:
@@ -306,7 +449,7 @@ def main() -> None:
             elif part == "drain":
                 drain(where, options.outage_s)
             else:
-                takeover(where, options.rounds)
+                takeover(where, options.rounds, options.stop_s)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 import re
+import socket
 import ssl
 import stat
 from collections.abc import Awaitable, Callable
@@ -23,6 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("sentinel.fleet")
 
 RECONNECT_S = 0.5
+LEAVE_S = 10.0
+"""A server that answers nothing for so long is left for another one, which may be with those that it is parted from."""
+UNSENT_S = 10.0
+"""A connection over which nothing of what is sent arrives is over after so long. Before it tries another server the client
+waits until what it has written is sent, which over a link that is cut took the kernel's quarter of an hour."""
+MAX_SAID = 100
+"""Most errors that are said while there is no connection, each once."""
 STREAM_BYTES = 4 * 2**30
 """Most bytes that the stream holds, unless said otherwise: past it nodes wait, and their spools hold what is new."""
 
@@ -111,18 +121,18 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     time it was made again.
     """
     client: Client = nats_client()
-    said = ""
+    said = set[str]()
 
     async def note(error: Exception) -> None:
-        nonlocal said
+        # Each of several servers has words of its own, in turn.
         words = f"{type(error).__name__}: {error}".rstrip(": ")
-        if words != said:
-            said = words
+        if words not in said and len(said) < MAX_SAID:
+            said.add(words)
             log.warning("broker %s: %s; it is tried again", config.shown, without_password(words))
 
     async def connected() -> None:
-        nonlocal said
-        said = ""
+        said.clear()
+        _bound_sending(client)
         log.info("broker %s: connected again", config.shown)
         if on_connected is not None:
             await on_connected()
@@ -136,11 +146,24 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     if tls is not None:
         options["tls"] = tls
         logging.getLogger("asyncio").addFilter(_is_no_note_of_ends)
+    # In an order of our own, so that whoever leaves a server comes to another one.
     await client.connect(
-        config.servers, name=name, max_reconnect_attempts=-1, reconnect_time_wait=RECONNECT_S, connect_timeout=2,  # type: ignore[arg-type]
+        random.sample(config.servers, len(config.servers)), dont_randomize=True, name=name, max_reconnect_attempts=-1,
+        reconnect_time_wait=RECONNECT_S, connect_timeout=2,  # type: ignore[arg-type]
         ping_interval=5, max_outstanding_pings=2, error_cb=note, reconnected_cb=connected, **options,
     )  # fmt: skip
+    _bound_sending(client)
     return client
+
+
+def _bound_sending(client: Client) -> None:
+    """Have a connection be over where nothing that is sent arrives for `UNSENT_S`. Linux alone can."""
+    # The client has no word for its socket.
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    connection = writer.get_extra_info("socket") if writer is not None else None
+    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNSENT_S * 1e3))
 
 
 async def ensure_streams(jetstream: JetStreamContext, max_bytes: int, replicas: int = 1) -> None:

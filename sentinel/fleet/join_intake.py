@@ -17,7 +17,7 @@ import msgspec
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams
+from sentinel.fleet.broker import LEAVE_S, STREAM_BYTES, BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.run_key import UNSIGNED, RunKey
@@ -178,13 +178,21 @@ class JoinIntake:
 
     async def _stand_by(self, client: Client, jetstream: JetStreamContext) -> None:
         """Wait for the lease."""
-        said = ""
+        said, answered_at = "", time.monotonic()
         while not self._is_closing.is_set() and not self._lease.is_held:
-            if client.is_connected and await self._step(jetstream) and not self._lease.is_held:
+            has_answered = client.is_connected and await self._step(jetstream)
+            if has_answered and not self._lease.is_held:
                 self._told("")
                 if self.standby_of != said:
                     said = self.standby_of
                     log.info("join: standby of %s; taken over when that ends", said)
+            now = time.monotonic()
+            if has_answered or not client.is_connected:
+                answered_at = now
+            elif now - answered_at >= LEAVE_S and len(client.servers) > 1:
+                answered_at = now
+                log.warning("join: this server of the broker says nothing of the lease; another one is tried")
+                await client.force_reconnect()
             if not self._lease.is_held:
                 await asyncio.sleep(self._lease.times.renew_s / 4)
         if said and self._lease.is_held:

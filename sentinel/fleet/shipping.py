@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Beat, Published, in_messages, seal, seal_published, unseal
 from sentinel.fleet.subjects import TO_JOIN, Ways
@@ -37,6 +37,10 @@ WINDOW_BYTES = 8 * 2**20
 ACKNOWLEDGED_S = 5.0
 """A message that the broker does not acknowledge within so long is published again."""
 LONGEST_PAUSE_S = 5.0
+UNANSWERED = 1.5
+"""Times `LEAVE_S` after which a server is left where it brought no answer of a join: one that takes over is waited for."""
+LONGEST_STAY_S = 300.0
+"""Servers in a row are left each after twice as long, up to this."""
 
 
 class PublishedRuns(Protocol):
@@ -117,6 +121,11 @@ class Shipping:
         self._num_failures = 0
         """In a row."""
         self._paused_until = 0.0
+        self._unheard_since: float | None = None
+        """When it was seen first that nothing of what is published is answered; None: it is, if only by errors."""
+        self._answered_at = 0.0
+        """When the join answered last, monotonic seconds, or another server was gone to."""
+        self._leave_s = LEAVE_S
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -142,6 +151,7 @@ class Shipping:
         client = await connecting
         log.info("%s: shipping %s to %s", self._runs.who, self._runs.directory, self._broker.shown)
         try:
+            self._answered_at = time.monotonic()
             node = self._runs.node
             heard = subjects.ANSWERS if node is None else self._ways.answer(None, node)
             await client.subscribe(heard, cb=self._take_answer)
@@ -208,6 +218,7 @@ class Shipping:
 
     async def _publish(self, jetstream: JetStreamContext, published: Sequence[Published], data: bytes) -> None:
         from nats.errors import Error
+        from nats.js.errors import NoStreamResponseError
 
         try:
             await jetstream.publish(
@@ -217,11 +228,15 @@ class Shipping:
                 headers={"Nats-Expected-Stream": self._ways.stream},
             )
         except (TimeoutError, Error, OSError) as error:
+            if not isinstance(error, (TimeoutError, NoStreamResponseError)):
+                self._unheard_since = None
+            elif self._unheard_since is None:
+                self._unheard_since = time.monotonic()
             self._failed(published, error)
         else:
             self.num_published += 1
             self.num_published_bytes += len(data)
-            self._num_failures = 0
+            self._num_failures, self._unheard_since = 0, None
         finally:
             self._flying_bytes -= len(data)
 
@@ -239,17 +254,36 @@ class Shipping:
     async def _beat(self, client: Client) -> None:
         while True:
             await self._say(client)
+            await self._leave(client)
             until = time.monotonic() + IDLE_BEAT_S
             await asyncio.sleep(BEAT_S)
             while not self._runs.is_busy and time.monotonic() < until:
                 await asyncio.sleep(4 * LOOK_S)
+
+    async def _leave(self, client: Client) -> None:
+        """Go to another server of the broker, if this one does not bring us further."""
+        now = time.monotonic()
+        if not client.is_connected:
+            self._unheard_since, self._answered_at = None, now
+            return
+        is_unheard = self._unheard_since is not None and now - self._unheard_since >= self._leave_s
+        if len(client.servers) > 1 and (is_unheard or now - self._answered_at >= UNANSWERED * self._leave_s):
+            why = "answers nothing of what is published" if is_unheard else "brings no answer of a join"
+            log.warning("%s: this server of the broker %s; another one is tried", self._runs.who, why)
+            self._unheard_since, self._answered_at = None, now
+            self._leave_s = min(LONGEST_STAY_S, 2 * self._leave_s)
+            await client.force_reconnect()
 
     async def _say(self, client: Client, *, is_leaving: bool = False) -> None:
         from nats.errors import Error
 
         if not client.is_connected:
             return
-        for beat in self._runs.beats(blocked=self.blocked, is_ending=self._stop.is_set(), is_leaving=is_leaving):
+        beats = list(self._runs.beats(blocked=self.blocked, is_ending=self._stop.is_set(), is_leaving=is_leaving))
+        if not beats:
+            # Nothing was asked that a join could answer.
+            self._answered_at = time.monotonic()
+        for beat in beats:
             with contextlib.suppress(Error, OSError):
                 subject, data = self._ways.beat(beat.run, beat.node), seal(beat)
                 headers = self._key.headers(subject, data) if self._key is not None else None
@@ -264,5 +298,6 @@ class Shipping:
         except WireError as error:
             log.warning("%s: %s: %s", self._runs.who, message.subject, error)
             return
+        self._answered_at, self._leave_s = time.monotonic(), LEAVE_S
         has_signature = self._key is not None and self._key.has_signed(message.subject, message.data, message.headers)
         self._runs.take_answer(answer, has_signature=has_signature)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,25 +198,32 @@ class Join:
         lease: JoinLease | None = None,
         key: RunKey | None = None,
         replicas: int = 1,
+        config: DaemonConfig = CONFIG,
+        patience: float = 1.0,
     ) -> None:
-        """num_nodes: nothing is judged before so many have spoken, for on a busy machine one begins late."""
+        """num_nodes: nothing is judged before so many have spoken, for on a busy machine one begins late. patience: times
+        by which it waits longer for nodes.
+        """
         directory.mkdir(exist_ok=True)
         self.run_dir = directory / "run"
         self.problems: list[str] = []
-        self.copies = CopiedRuns(directory, name, begin_s=begin_s, on_problem=self.problems.append)
+        self.copies = CopiedRuns(
+            directory, name, begin_s=begin_s / patience, clock=lambda: time.monotonic() / patience,
+            on_problem=self.problems.append,
+        )  # fmt: skip
         self.intake = JoinIntake(
             self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE), replicas=replicas, key=key
         )
         self.ended = threading.Event()
         self.intake.start(self.ended.set)
         self.run: ServedRun | None = None
-        self._num_nodes = num_nodes
+        self._num_nodes, self._config = num_nodes, config
 
     def turn(self) -> None:
         has_all = len(self.copies.nodes().get("run", {})) == self._num_nodes
         if not self.intake.standby_of and self.run is None and has_all:
             self.run = ServedRun(
-                RunPaths.of(self.run_dir), CONFIG, loaded_packs(), arrivals=lambda: self.copies.arrivals("run"),
+                RunPaths.of(self.run_dir), self._config, loaded_packs(), arrivals=lambda: self.copies.arrivals("run"),
                 rows_from=self.copies.rows_of("run"), epoch=self.intake.epoch,
             )  # fmt: skip
         if not self.intake.standby_of and self.run is not None:
