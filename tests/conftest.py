@@ -86,6 +86,8 @@ class NotAgain:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        # Whoever ends while no test runs takes the folder away.
+        self._begun.mkdir(exist_ok=True)
         try:
             self._mark(item.nodeid).touch(exist_ok=False)
         except FileExistsError:
