@@ -107,6 +107,11 @@ def without_password(server: str) -> str:
     return re.sub(r"//[^@/]*@", "//***@", server)
 
 
+def error_words(error: Exception) -> str:
+    """Return what an error of the broker says, for people."""
+    return getattr(error, "description", None) or str(error) or type(error).__name__
+
+
 def nats_client() -> Any:
     """Return the library's client, not connected; ConfigError: it is not installed."""
     try:

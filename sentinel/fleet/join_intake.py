@@ -17,7 +17,7 @@ import msgspec
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import LEAVE_S, STREAM_BYTES, BrokerConfig, connect, ensure_streams
+from sentinel.fleet.broker import LEAVE_S, STREAM_BYTES, BrokerConfig, connect, ensure_streams, error_words
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.run_key import UNSIGNED, RunKey
@@ -219,7 +219,7 @@ class JoinIntake:
             self._has_streams = False
             await self._lease.step(jetstream)
         except (TimeoutError, Error, OSError) as error:
-            self._told(f"the lease cannot be had: {_words(error)}")
+            self._told(f"the lease cannot be had: {error_words(error)}")
             return False
         self._has_streams = True
         return True
@@ -250,7 +250,7 @@ class JoinIntake:
                 await ensure_streams(jetstream, *self._streams)
                 await self._reader.read(jetstream, lambda: self._told(""))
             except (TimeoutError, Error, OSError) as error:
-                self._told(f"the stream cannot be read: {_words(error)}")
+                self._told(f"the stream cannot be read: {error_words(error)}")
                 await asyncio.sleep(0.5)
 
     def _take_message(self, message: Msg) -> None:
@@ -293,7 +293,3 @@ class JoinIntake:
                 subject, data = subjects.answer(answer.run, answer.node), seal(answer)
                 headers = self._key.headers(subject, data) if self._key is not None else None
                 await client.publish(subject, data, headers=headers)
-
-
-def _words(error: Exception) -> str:
-    return getattr(error, "description", None) or str(error) or type(error).__name__

@@ -120,8 +120,8 @@ class PartitionLeases:
         live = self._live(table, began)
         mine = self._kept(table)
         share = -(-NUM_PARTITIONS // len(live))
-        given_back = sorted(mine)[share:]
-        for partition in given_back:
+        ours = {one: owner.epoch for one, owner in table.owners.items() if owner.holder_id == self._id} | mine
+        for partition in sorted(mine)[share:]:
             del mine[partition]
         # From here on, whatever comes of the record, nothing is done for what is given back.
         self._held = dict(mine)
@@ -129,7 +129,10 @@ class PartitionLeases:
         for partition in free[: share - len(mine)]:
             known = table.owners.get(partition)
             mine[partition] = max(self._floors.get(partition, 0), known.epoch if known is not None else 0) + 1
-        owners = {**table.owners, **{one: PartitionOwner("", table.owners[one].epoch) for one in given_back}}
+        # What we had, and have no more, others may have at once, above all that is known of its epochs.
+        owners = table.owners | {
+            one: PartitionOwner("", max(epoch, self._floors.get(one, 0))) for one, epoch in ours.items() if one not in mine
+        }
         owners |= {one: PartitionOwner(self._id, epoch) for one, epoch in mine.items()}
         entry = WorkerEntry(self.owner, self._num_renewals + 1, self.times.takeover_s)
         if not await self._append(jetstream, PartitionTable({**live, self._id: entry}, owners)):

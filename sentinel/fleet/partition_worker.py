@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_worker_streams
+from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_worker_streams, error_words
 from sentinel.fleet.join_lease import REQUEST_S
 from sentinel.fleet.partition_leases import PartitionLeases
 from sentinel.fleet.relayed_nodes import RelayedNodes
@@ -135,7 +135,7 @@ class PartitionWorker:
                         renew_at = now + self._leases.times.renew_s
                     has_streams, said = True, ""
                 except (TimeoutError, Error, OSError) as error:
-                    words = getattr(error, "description", None) or str(error) or type(error).__name__
+                    words = error_words(error)
                     if words != said:
                         said = words
                         log.warning("worker: its partitions cannot be renewed: %s; it is tried again", words)
@@ -187,8 +187,8 @@ class PartitionWorker:
             try:
                 await partition.reader.read(jetstream)
             except (TimeoutError, Error, OSError) as error:
-                words = getattr(error, "description", None) or str(error) or type(error).__name__
-                self._tell(f"frames of partition {partition.number} cannot be read: {words}; it is tried again")
+                why = error_words(error)
+                self._tell(f"frames of partition {partition.number} cannot be read: {why}; it is tried again")
                 await asyncio.sleep(0.5)
 
     # What nodes send.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
-from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect
+from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect, error_words
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Beat, Published, in_messages, seal, seal_published, unseal
 from sentinel.fleet.subjects import TO_JOIN, Ways
@@ -245,8 +245,7 @@ class Shipping:
             self._runs.take_back(one)
         self._num_failures += 1
         self._paused_until = time.monotonic() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self._num_failures, 10))
-        words = getattr(error, "description", None) or str(error) or type(error).__name__
-        blocked = f"the broker does not take what is published: {words}"
+        blocked = f"the broker does not take what is published: {error_words(error)}"
         if blocked != self.blocked:
             self.blocked = blocked
             log.warning("%s: %s; spools keep it meanwhile", self._runs.who, blocked)

@@ -170,3 +170,34 @@ def test_a_partition_of_which_a_newer_epoch_is_known_is_taken_above_it(broker: N
         assert only.is_held(3, 8) and only.is_held(4, 1)
 
     with_workers(broker, act)
+
+
+def test_a_partition_that_was_let_go_of_is_taken_by_whoever_has_less(broker: NatsBroker) -> None:
+    async def act(workers: Workers) -> None:
+        first, second = workers.another(), workers.another()
+        await workers.steps(9)
+        lost = sorted(first.held())[:2]
+        for one in lost:
+            first.raise_floor(one, 7)
+        second.raise_floor(sorted(second.held())[0], 7)
+        await workers.steps(3)
+        assert {*first.held(), *second.held()} == ALL
+        assert {({**first.held(), **second.held()})[one] for one in lost} == {8}
+
+    with_workers(broker, act)
+
+
+def test_a_worker_gives_back_what_a_broker_has_no_record_of(broker: NatsBroker) -> None:
+    async def act(workers: Workers) -> None:
+        first, second = workers.another(), PartitionLeases("late", clock=lambda: workers.now)
+        await workers.steps(6)
+        assert len(first.held()) == NUM_PARTITIONS
+        await lose_table(workers.jetstream)
+        # One that begins with an empty table, and another that comes to it later with all that it has.
+        second._empty_since = workers.now - second.times.takeover_s
+        await second.step(workers.jetstream)
+        workers.all.append(second)
+        await workers.steps(12)
+        assert (len(first.held()), len(second.held())) == (32, 32)
+
+    with_workers(broker, act)
