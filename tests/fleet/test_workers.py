@@ -52,6 +52,9 @@ class Unaware(StoppablePartitions):
     def is_held(self, partition: int, epoch: int) -> bool:
         return self._held.get(partition) == epoch
 
+    def raise_floor(self, partition: int, epoch: int) -> None:
+        """What the join says to its successor it may hear before it speaks itself."""
+
 
 class Relayed:
     """A run on two nodes that ship to workers, and a join."""
@@ -209,7 +212,8 @@ def test_a_worker_that_is_stopped_past_its_leases_says_nothing_more_or_is_refuse
         wait_for(lambda: fleet.join.turn() or fleet.join.copies.counts["refused"])
         assert any("a worker of epoch 1 speaks of it, and a worker of epoch 2 has it" in one for one in fleet.join.problems)
     fleet.finish()
-    assert knows == (not fleet.join.problems)
+    # What it had handed over to its socket before may come, and is refused.
+    assert not [one for one in fleet.join.problems if "a worker of epoch 1 speaks of it" not in one]
 
 
 def test_a_ship_that_ends_waits_for_the_join(tmp_path: Path, broker: NatsBroker) -> None:
