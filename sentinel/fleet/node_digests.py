@@ -41,6 +41,10 @@ class RunDigests:
         self._newest: dict[bytes, int] = {}
         """Process that trains -> newest step that it ended."""
 
+    def read_until(self, folder: str) -> tuple[int, int] | None:
+        """As of `RunFollower`: no digest is made yet of what lies behind."""
+        return self._follower.read_until(folder)
+
     def next(self) -> Iterator[bytes]:
         """Yield the digests of the steps that have ended since."""
         for record in self._follower.poll():

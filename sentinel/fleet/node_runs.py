@@ -31,7 +31,7 @@ from sentinel.fleet.sealed import (
     SpoolHead,
     SpoolHeld,
 )
-from sentinel.fleet.spool_cursor import SpoolCursor, are_heartbeats, frames_of_rows, last_index, without_payloads
+from sentinel.fleet.spool_cursor import SpoolCursor, are_heartbeats, frames_of_rows, last_index, size_of, without_payloads
 from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
@@ -79,6 +79,8 @@ class _Spool:
         self.witness_bytes = -1
         self.refused = ""
         self.waits_since: float | None = None
+        self.kept_since: float | None = None
+        """Since when nothing was published for want of digests; None: something was, or nothing is wanting."""
 
     def go_back(self, held: FilePlace, now: float) -> None:
         """Have all sent again that lies behind what the join holds."""
@@ -259,12 +261,15 @@ class NodeRuns:
 
     def _chunk(self, name: str, folder: str, spool: _Spool) -> SpoolChunk | None:
         begin = spool.cursor.place
-        piece = spool.cursor.next(CHUNK_BYTES if self._kinds is None else THINNED_BYTES)
+        most = self._most_bytes(name, folder, spool)
+        if most <= 0:
+            return None
+        piece = spool.cursor.next(min(most, CHUNK_BYTES if self._kinds is None else THINNED_BYTES))
         data, away = (b"", ()) if piece is None else (piece.data, ()) if self._kinds is None else without_payloads(piece)
         if len(data) + 16 * len(away) > CHUNK_BYTES:
             # What is not rows is long: in smaller pieces.
             spool.cursor.seek(begin)
-            piece, away = spool.cursor.next(CHUNK_BYTES), ()
+            piece, away = spool.cursor.next(min(most, CHUNK_BYTES)), ()
             data = b"" if piece is None else piece.data
         if piece is None:
             return None
@@ -272,6 +277,26 @@ class NodeRuns:
             version=THIN_VERSION if away else PLAIN_VERSION, node=self.node, run=name, folder=folder, file=piece.file,
             offset=piece.offset, after=piece.after, size=piece.size, data=data, away=away, turn=spool.turn,
         )  # fmt: skip
+
+    def _most_bytes(self, name: str, folder: str, spool: _Spool) -> int:
+        """Return how many bytes may be published next: of steps whose digests were made, while there are more to make.
+
+        The join asks for the rows of a step that ends before its digest comes: of a backlog it did for nearly every one.
+        """
+        digests, place = self._runs[name].digests, spool.cursor.place
+        until = digests.read_until(folder) if digests is not None else None
+        index = last_index(place.file)
+        if until is None or until[0] > index + 1:
+            most = THINNED_BYTES
+        elif until[0] == index:
+            most = until[1] - place.offset
+        else:
+            is_over = not place.file or size_of(spool.cursor.folder / place.file) <= place.offset
+            most = until[1] if is_over and until[0] > index else 0 if until[0] < index else THINNED_BYTES
+        now = self._clock()
+        spool.kept_since = None if most > 0 else now if spool.kept_since is None else spool.kept_since
+        # A spool that cannot be read for digests is published all the same.
+        return most if spool.kept_since is None or now - spool.kept_since < RESEND_S else THINNED_BYTES
 
     def _digested(self, name: str, run: _NodeRun) -> Iterator[DigestPiece]:
         for data in run.digests.next() if run.digests is not None else ():

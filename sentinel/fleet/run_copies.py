@@ -14,7 +14,7 @@ from sentinel.errors import WireError
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
-from sentinel.fleet.spool_cursor import last_index
+from sentinel.fleet.spool_cursor import last_index, size_of
 from sentinel.join_health import NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
@@ -163,7 +163,7 @@ class RunCopies:
             _put(copy.folder / WITNESS, head.witness)
             self._witnesses.pop(folder, None)
         if folder not in self._witnesses:
-            self._witnesses[folder] = _size(copy.folder / WITNESS)
+            self._witnesses[folder] = size_of(copy.folder / WITNESS)
         return SpoolHeld(
             copy.place, acked, self._witnesses[folder], num_away=copy.num_away(acked), gap=copy.gap,
             is_waiting=bool(self._num_held[folder]),
@@ -259,13 +259,6 @@ def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
         last_index(place.file),
         place.offset if head.file == place.file else 0,
     )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
 
 
 def _put(path: Path, data: bytes) -> None:

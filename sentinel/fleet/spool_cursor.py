@@ -86,8 +86,8 @@ class SpoolCursor:
         if not whole and not kept:
             return 0, FilePlace(), 0
         first = min([*whole[:1], *(one.first for one in kept)])
-        sizes = {file_name(index): _size(self.folder / file_name(index)) for index in whole}
-        sizes |= {one.name: _size(self.folder / one.name) for one in kept}
+        sizes = {file_name(index): size_of(self.folder / file_name(index)) for index in whole}
+        sizes |= {one.name: size_of(self.folder / one.name) for one in kept}
         at = last_index(self.place.file)
         # Of a file that is empty nothing can come.
         sizes = {name: size for name, size in sizes.items() if size} or {"": 0}
@@ -180,7 +180,8 @@ def _aligned(data: bytes) -> int:
     return at or len(data)
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return the bytes of a file; 0: there is none."""
     try:
         return path.lstat().st_size
     except OSError:

@@ -168,6 +168,13 @@ class RunFollower:
             self._order.add(folder, self._screening.settle(folder))
         return num_bytes
 
+    def read_until(self, folder: str) -> tuple[int, int] | None:
+        """Return (file index, offset) up to where a spool was read; None: all spools were, to their ends."""
+        if not (self._order.behind or self._order.waiting):
+            return None
+        reader = self._readers.get(folder)
+        return (0, 0) if reader is None else reader.position
+
     def is_readable(self, folder: str) -> bool:
         """Return whether a spool folder of this name is followed."""
         return folder in self._readers

@@ -24,9 +24,11 @@ from sentinel.fleet.sealed import (
     unseal_published,
 )
 from sentinel.fleet.spool_cursor import frames_of_rows
+from sentinel.ingest import follow
+from sentinel.ingest.node_digest import decode_digest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.testing import SyntheticRun
-from sentinel.wire.frame import Buffer, Frame, scan
+from sentinel.wire.frame import Buffer, Frame, FrameType, scan
 from sentinel.wire.spool_files import file_name
 
 from ..support.serving import small_run
@@ -109,6 +111,36 @@ def test_rows_that_are_asked_for_come_and_stay(thin: ThinFleet) -> None:
     assert not thin.missing() and not thin.problems
     # What is here is not asked for again.
     assert thin.fetched(lambda: None).keys() == found.keys() and not thin.copies.rows_of("run").wanted("n0")
+
+
+def test_of_a_backlog_no_step_ends_at_the_join_before_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "POLL_BYTES", 20_000)
+    monkeypatch.setattr(follow, "MIN_WINDOW_BYTES", 4_000)
+    fleet = Fleet(tmp_path)
+    (tmp_path / "n0").mkdir()
+    node = fleet.nodes["n0"] = NodeRuns(tmp_path / "n0", "n0", digested_kinds=frozenset(), clock=lambda: fleet.now)
+    run = small_run(tmp_path / "n0" / "run", file_bytes=40_000)
+    run.write(60)
+    ended: dict[int, set[int]] = {}
+    digests = dict[int, int]()
+    for turn in range(500):
+        fleet.talk()
+        for one in node.next():
+            fleet.copies.take(one)
+            if isinstance(one, DigestPiece):
+                digests[decode_digest(one.data).step] = turn
+            elif isinstance(one, SpoolChunk):
+                data, at = one.whole(), 0
+                while isinstance(frame := scan(data, at), Frame):
+                    at = frame.offset_after
+                    if frame.header.type == FrameType.END_STEP:
+                        ranks = ended.setdefault(frame.header.step, set())
+                        ranks.add(frame.header.rank)
+                        assert len(ranks) < 4 or frame.header.step in digests, frame.header.step
+        fleet.copies.release()
+        if sum(map(len, ended.values())) == 4 * 60:
+            break
+    assert digests.keys() == set(range(60)) and len(set(digests.values())) > 10
 
 
 def test_a_join_that_begins_again_knows_which_rows_it_has_not_got(thin: ThinFleet) -> None:
