@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -166,7 +165,7 @@ class FleetProcesses:
         shippers = [self._processes[node] for node in self.nodes if node in self._processes]
         for one in shippers:
             # All at once: each waits for the join.
-            one.background.send(signal.SIGTERM)
+            one.background.ask()
         for one in shippers:
             if one.background.end(DRAIN_S + 5.0, is_hurried) != 0:
                 is_complete = False

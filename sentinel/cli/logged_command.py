@@ -50,6 +50,8 @@ class LoggedCommand:
         self._held = {signal.SIGTERM} if holds_sigterm else set[signal.Signals]()
         self._before = _end_with_parent() if ends_with_us else None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_asked = False
+        """It was asked to end."""
 
     @property
     def pid(self) -> int | None:
@@ -63,6 +65,7 @@ class LoggedCommand:
 
     def start(self) -> None:
         """Start it; OSError."""
+        self._is_asked = False
         former = signal.pthread_sigmask(signal.SIG_BLOCK, self._held)
         try:
             make_directory(self.log.parent)
@@ -79,6 +82,12 @@ class LoggedCommand:
         if self._process is not None:
             self._process.send_signal(number)
 
+    def ask(self) -> None:
+        """Ask it to end, once: another SIGTERM kills one that has done all and is just ending, without a handler by then."""
+        if not self._is_asked:
+            self._is_asked = True
+            self.send(signal.SIGTERM)
+
     def end(self, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False) -> int | None:
         """Ask it to end, and return its exit code; None: it did not within `timeout_s` seconds, and was killed.
 
@@ -86,7 +95,7 @@ class LoggedCommand:
         """
         if self._process is None:
             return None
-        self.send(signal.SIGTERM)
+        self.ask()
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not is_hurried():
             with contextlib.suppress(subprocess.TimeoutExpired):

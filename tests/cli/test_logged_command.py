@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.cli.logged_command import sentinel_command
+from sentinel.cli.logged_command import LoggedCommand, sentinel_command
 
 from ..support.waiting import wait_for
 
@@ -63,3 +63,28 @@ def test_a_daemon_looks_where_the_command_looks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
     assert sentinel_command("serve", "RUN")[1:] == ["-m", "sentinel.cli", "serve", "RUN"]
+
+
+COUNTING = """
+import pathlib, signal, sys, time
+told = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: told.open("a").write("x"))
+told.touch()
+while not told.read_text():
+    time.sleep(0.01)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_is_asked_to_end_once_however_often_it_is_asked(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    one = LoggedCommand([sys.executable, "-c", COUNTING, str(told)], tmp_path / "log")
+    for _ in range(2):
+        told.unlink(missing_ok=True)
+        one.start()
+        wait_for(told.exists)
+        one.ask()
+        wait_for(lambda: told.read_text() == "x")
+        assert one.end(60.0) == 0
+        assert told.read_text() == "x"
