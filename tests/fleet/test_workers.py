@@ -255,7 +255,7 @@ def test_acks_and_commands_of_who_has_the_key_pass_a_worker_and_status_says_who_
     reports: dict[str, WorkerReport] = {}
 
     def said() -> list[NodeStatus]:
-        listening = overhear(BrokerConfig(server=broker.url), 1.0, lambda report: reports.update({report.worker: report}))
+        listening = overhear(BrokerConfig(server=broker.url), 2.5, lambda report: reports.update({report.worker: report}))
         return [one for one in asyncio.run(listening) if one.worker and not one.blocked and not one.waiting_bytes]
 
     wait_for(lambda: len(said()) == 2)
@@ -270,7 +270,7 @@ def test_acks_and_commands_of_who_has_the_key_pass_a_worker_and_status_says_who_
     stranger.drop()
 
     fleet.workers[0].drop()
-    away = wait_for(lambda: [one for one in asyncio.run(overhear(BrokerConfig(server=broker.url), 0.6)) if not one.worker])
+    away = wait_for(lambda: [one for one in asyncio.run(overhear(BrokerConfig(server=broker.url), 1.5)) if not one.worker])
     assert "no worker answers, partition 22" in away[0].blocked
     fleet.worker()
     fleet.goes_on()
