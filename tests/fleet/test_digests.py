@@ -57,8 +57,9 @@ def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBro
     shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
     wait_for(lambda: join.turn() or join.copies.rows_of("run").num_steps >= STEPS - 14)
-    # Where each rank has a machine of its own nothing merges, and the rows of the steps with faults come on top.
-    assert join.intake.num_taken_bytes < (0.75 if layout == "tp4 dp2" else 1.0) * bytes_of(nodes)
+    # Where each rank has a machine of its own nothing merges, the rows of the steps with faults come on top, and on a busy
+    # machine what was asked for longer than 3 s ago comes again.
+    assert join.intake.num_taken_bytes < (0.75 if layout == "tp4 dp2" else 2.0) * bytes_of(nodes)
     said = asyncio.run(overhear(BrokerConfig(server=broker.url), 1.5))
     assert len(said) == num_nodes and all(one.num_steps_of_digests >= STEPS - 14 for one in said)
     assert [one.end() for one in shippers] == [True] * num_nodes
