@@ -53,6 +53,8 @@ EXPIRES_S = 30.0
 """An answer to a beat that was sent longer ago is not believed, where answers are signed."""
 HEARTBEATS_S = 1.0
 """Heartbeats wait for so long for anything else of their run to go with: each of a machine's ranks writes one a second."""
+ASKED_S = 0.5
+"""So long behind an answer that asks for rows the next such is waited for."""
 BUSY_S = 1.0
 """So long behind anything but heartbeats a node speaks several times a second."""
 SAID_S = 60.0
@@ -140,7 +142,7 @@ class NodeRuns:
         self._clock, self._on_problem = clock, on_problem
         self._runs: dict[str, _NodeRun] = {}
         self._told: set[str] = set()
-        self._busy_until = clock() + BUSY_S
+        self._busy_until, self._asked_until = clock() + BUSY_S, 0.0
 
     @property
     def who(self) -> str:
@@ -171,6 +173,11 @@ class NodeRuns:
     def is_busy(self) -> bool:
         """Whether anything but heartbeats was published lately, or is asked for: the join waits for what we say."""
         return self._clock() < self._busy_until or any(run.wanted or not run.echo[0] for run in self._runs.values())
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether rows are asked for, or were a moment ago."""
+        return self._clock() < self._asked_until
 
     def next(self, max_bytes: int = MAX_NEXT_BYTES) -> Iterator[Published]:
         """Yield what is to be published next: of each spool of which the join has said how far it holds it one chunk, up to
@@ -368,6 +375,7 @@ class NodeRuns:
         run.echo = (answer.join, answer.stamp)
         now = self._clock()
         if self._kinds is not None:
+            self._asked_until = now + ASKED_S if answer.wanted else self._asked_until
             run.wanted = {
                 frame: run.wanted.get(frame, now - RESEND_S)
                 for frame in answer.wanted

@@ -99,6 +99,11 @@ class RelayedNodes:
         """Nothing is said but what nodes said: there is nothing to be spared."""
         return True
 
+    @property
+    def is_asked(self) -> bool:
+        """As `is_busy`: what nodes said goes on when they say it."""
+        return False
+
     def next(self, max_bytes: int = MAX_NEXT_BYTES) -> Iterator[Published]:
         """Yield what is to be published next, of each node in turn, up to about `max_bytes`."""
         num_bytes = 0

@@ -30,6 +30,8 @@ log = logging.getLogger("sentinel.fleet")
 BEAT_S, IDLE_BEAT_S = 0.25, 1.0
 """Seconds between what a node says, and the same where it has published nothing but heartbeats lately."""
 DISCOVER_S = 0.5
+ASKED_BEAT_S = 0.05
+"""The same while rows are asked for: a join that looks closely at a backlog asks for those of each step, and waits."""
 LOOK_S = 0.02
 """Pause between two looks at the spools while data flows; four times as long while none does."""
 WINDOW_BYTES = 8 * 2**20
@@ -70,6 +72,11 @@ class PublishedRuns(Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether the join waits for what is said."""
+        ...
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether rows are asked for, or were a moment ago."""
         ...
 
     def next(self, max_bytes: int) -> Iterator[Published]:
@@ -255,8 +262,8 @@ class Shipping:
             await self._say(client)
             await self._leave(client)
             until = time.monotonic() + IDLE_BEAT_S
-            await asyncio.sleep(BEAT_S)
-            while not self._runs.is_busy and time.monotonic() < until:
+            await asyncio.sleep(ASKED_BEAT_S if self._runs.is_asked else BEAT_S)
+            while not (self._runs.is_busy or self._stop.is_set()) and time.monotonic() < until:
                 await asyncio.sleep(4 * LOOK_S)
 
     async def _leave(self, client: Client) -> None:
