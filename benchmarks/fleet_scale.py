@@ -1,6 +1,6 @@
 """What a step of a large fleet costs its join, by the number of nodes, and what it costs each node; and where that ends.
 
-    python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10] [--said /tmp]
+    python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10] [--said /tmp] [--collector]
 
 Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor parallel on each, over pipeline stages and
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -185,7 +185,7 @@ def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
             yield pickle.load(file)
 
 
-def join(said: Path, joined: Path) -> dict[str, Any]:
+def join(said: Path, joined: Path, *, has_collector: bool) -> dict[str, Any]:
     """Take in what a fleet said, and judge it; returns what that took. Called in a process of its own."""
     now = [100.0]
     before = _most_bytes()
@@ -193,8 +193,9 @@ def join(said: Path, joined: Path) -> dict[str, Any]:
     copies = CopiedRuns(joined, JOIN, begin_s=0.0, clock=lambda: now[0])
     packs = RulePacks(())
     packs.load()
-    # As the daemon has it.
-    Garbage(time.monotonic())
+    if not has_collector:
+        # As the daemon has it.
+        Garbage(time.monotonic())
     began = time.process_time()
     run: ServedRun | None = None
     turns_s, step_turns, num_judged = 0.0, list[float](), 0
@@ -257,12 +258,17 @@ def _in_its_own_process(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def measured(num_nodes: int, steps: int, layers: int, step_s: float, where: Path) -> tuple[float, dict[str, Any]]:
-    """Print a line about so many nodes; return (seconds of a step's judging and intake at the join, all figures)."""
+def measured(
+    num_nodes: int, steps: int, layers: int, step_s: float, where: Path, options: Sequence[str]
+) -> tuple[float, dict[str, Any]]:
+    """Print a line about so many nodes; return (seconds of a step's judging and intake at the join, all figures).
+
+    options: of the join's process.
+    """
     with tempfile.TemporaryDirectory(dir=where) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
         said = f"{name}/said"
         nodes = _in_its_own_process("--fleet", said, str(num_nodes), str(steps), str(layers), str(round(step_s)))
-        found = _in_its_own_process("--join", said, f"{joined}/joined")
+        found = _in_its_own_process("--join", said, f"{joined}/joined", *options)
     ranks = num_nodes * RANKS_PER_NODE
     rows = nodes["rows"]
     steady = found["num_judged"]
@@ -286,6 +292,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=10.0)
     parser.add_argument("--said", type=Path, default=Path(tempfile.gettempdir()), help="where what nodes say is kept")
+    parser.add_argument("--collector", action="store_true", help="leave cyclic garbage to the interpreter, as before")
     parser.add_argument("--join", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fleet", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -294,13 +301,14 @@ def main() -> None:
         sys.stdout.buffer.write(pickle.dumps(fleet(Path(said), *map(int, numbers))))
         return
     if given.join:
-        sys.stdout.buffer.write(pickle.dumps(join(*given.join)))
+        sys.stdout.buffer.write(pickle.dumps(join(*given.join, has_collector=given.collector)))
         return
     print(
         f"{'nodes':>6}{'ranks':>8}{'rows':>10}{'bytes':>8}{'node us':>10}{'intake ms':>10}{'warm s':>8}{'judge ms':>10}"
         f"{'longest':>10}{'ms/node':>10}{'MiB':>8}{'B/row':>8}{'digs':>6}{'rows':>6}"
     )
-    costs = [measured(nodes, given.steps, given.layers, given.step_s, given.said)[0] for nodes in given.nodes]
+    options = ["--collector"] if given.collector else []
+    costs = [measured(nodes, given.steps, given.layers, given.step_s, given.said, options)[0] for nodes in given.nodes]
     if len(costs) < 2:
         return
     each, fixed = np.polyfit(given.nodes, costs, 1)
