@@ -1,6 +1,6 @@
 """Faults of a fleet, at random, over and over: nodes, a broker, two joins on one directory, compared with one daemon.
 
-    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0] [--workers]
+    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0] [--digests | --workers]
 
 A schedule is a seed: while a recorded run of four ranks on two nodes is written, shippers are killed and stopped, nodes
 are cut off (wholly, or in one direction), joins are killed, stopped past their lease, cut off from the broker, or stopped
@@ -9,13 +9,14 @@ broker is killed, forgets what it acknowledged and who has the lease, is full, a
 and reordered, a node's clock jumps by an hour, trainers delete what is committed, and (every fifth seed) a file of a spool
 is gone before anybody read it.
 
-With --workers two workers are between the nodes, which ship to them, and the joins, which get digests: they are killed,
+With --digests nodes send these in place of rows, which a join asks for where it wants them: copies may lack them then.
+With --workers two workers are between the nodes, which ship to them, and the joins, which get digests: workers are killed,
 stopped past their leases and cut off, and the broker forgets who has which partition, and frames.
 
-Held against each seed: copies that are the spools byte for byte; anomalies, incidents and decisions of one daemon on one
-disk; each message told, and once to a sink that goes by its key; epochs that only grow. It runs in one thread by a clock
-of its own (`tests/support/fleet_faults.py`): the broker is a list, what decides is the real thing. Real brokers and
-processes are killed, stopped and taken over from in `tests/fleet/`.
+Held against each seed: copies that are the spools byte for byte, where these come whole; anomalies, incidents and decisions
+of one daemon on one disk; each message told, and once to a sink that goes by its key; epochs that only grow. It runs in one
+thread by a clock of its own (`tests/support/fleet_faults.py`): the broker is a list, what decides is the real thing. Real
+brokers and processes are killed, stopped and taken over from in `tests/fleet/`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.fleet_faults import FaultyFleet, RecordedFleet
+from tests.support.fleet_faults import DigestedFleet, FaultyFleet, RecordedFleet
 from tests.support.relayed_faults import RelayedFleet
 
 EACH = 5
@@ -42,16 +43,18 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--workers", action="store_true")
+    of = parser.add_mutually_exclusive_group()
+    of.add_argument("--digests", action="store_const", dest="kind", const=DigestedFleet, default=FaultyFleet)
+    of.add_argument("--workers", action="store_const", dest="kind", const=RelayedFleet)
     options = parser.parse_args()
     # Ranks of a machine are merged there.
-    kind, shape = (RelayedFleet, {"ranks_per_host": 2}) if options.workers else (FaultyFleet, {})
+    kind, shape = options.kind, {} if options.kind is FaultyFleet else {"ranks_per_host": 2}
     logging.disable(logging.CRITICAL)
     began, counts, failed, num_epochs = time.process_time(), Counter[str](), list[int](), 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         where = Path(name)
-        recorded = RecordedFleet(where / "recorded", **shape)
-        pruned = RecordedFleet(where / "pruned", is_pruned=True, **shape)
+        recorded = RecordedFleet.synthetic(where / "recorded", **shape)
+        pruned = RecordedFleet.synthetic(where / "pruned", is_pruned=True, **shape)
         for seed in range(options.first, options.first + options.seeds):
             with tempfile.TemporaryDirectory(dir=where) as place:
                 world = kind(Path(place), pruned if seed % EACH == 0 else recorded, seed)

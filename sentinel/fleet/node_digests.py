@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sentinel.ingest.arrivals import Arrivals
@@ -26,13 +26,26 @@ _ROWS = int(FrameType.ROWS)
 class RunDigests:
     """Follows the spools of one run on this machine. Has no clock and no thread."""
 
-    def __init__(self, run_dir: Path, kinds: frozenset[str], arrivals: Callable[[], Arrivals] = Arrivals) -> None:
-        """kinds: as of `DigestMaker`. arrivals: as of `RunFollower`."""
+    def __init__(
+        self,
+        run_dir: Path,
+        kinds: frozenset[str],
+        arrivals: Callable[[], Arrivals] = Arrivals,
+        committed: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """kinds: as of `DigestMaker`. arrivals: as of `RunFollower`.
+
+        committed: folder of a spool -> (file index, offset) behind what whom they are for has judged: of steps that end
+        before it no digests are made. Of others all.
+        """
         self.num_rows = 0
         """Rows that are in digests."""
         self.num_loud = 0
         """Steps of a machine of which none was made: a value is not finite, or copies differ."""
-        self._follower = RunFollower(run_dir, on_problem=_nobody, arrivals=arrivals)
+        committed = self._committed = dict(committed or {})
+        self._follower = RunFollower(
+            run_dir, on_problem=_nobody, arrivals=arrivals, first_file=lambda folder: committed.get(folder, (0, 0))[0]
+        )
         self._maker = DigestMaker(kinds)
         self._layouts: dict[str, LayoutCache] = {}
         self._open: dict[tuple[bytes, int], RankPartOfStep] = {}
@@ -92,6 +105,11 @@ class RunDigests:
         ]
         return not newest or min(newest) >= step or max(newest) >= step + LATE_AFTER_STEPS
 
+    def _is_wanted(self, ended: dict[int, RankPartOfStep]) -> bool:
+        """Return whether any of it is not judged yet."""
+        ends = [(part.incarnation.folder, part.end.begin) for part in ended.values() if part.end is not None]
+        return any(begin >= self._committed.get(folder, (0, 0)) for folder, begin in ends)
+
     def _made(self, machine: str, step: int, ended: dict[int, RankPartOfStep]) -> bytes | None:
         parts, ranks, key = [], [], []
         for rank, part in sorted(ended.items()):
@@ -103,7 +121,7 @@ class RunDigests:
             parts.append(RankStep(rank=rank, descriptor=descriptor, rows=rows, end_step=part.end_step, time=0.0))
             ranks.append(DigestedRank(rank, incarnation.id, part.layout_id, part.last_seq, part.num_rows))
             key.append((rank, incarnation.id, part.layout_id))
-        if not parts:
+        if not parts or not self._is_wanted(ended):
             return None
         descriptors = {part.rank: part.descriptor for part in parts}
         layout = self._layouts.setdefault(machine, LayoutCache()).of(tuple(key), lambda: descriptors)

@@ -8,7 +8,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
@@ -46,6 +47,8 @@ from sentinel.wire.witness import NAME as WITNESS
 CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
 THINNED_BYTES = 4 * 2**20
 """Most bytes of a spool that one chunk without rows stands for, and of rows that are read at once."""
+MAX_UNSENT_BYTES = 64 * 2**20
+"""Most bytes of digests of a run that wait for a broker that did not take them; of others the join asks for the rows."""
 RESEND_S = 3.0
 """What was published and is not held is published again after so long, where it is on its way no more: the stream was
 drained, or what was published after it has come."""
@@ -97,6 +100,9 @@ class _NodeRun:
         self.spools: dict[str, _Spool] = {}
         self.echo = ("", 0)
         self.digests: RunDigests | None = None
+        """None: no join has said yet what it has judged, or none are made."""
+        self.unsent: deque[DigestPiece] = deque()
+        """Pieces of digests that could not be published, in their order."""
         self.wanted: dict[AwayFrame, float] = {}
         """Frame that the join asks for -> when it was sent last, monotonic seconds."""
         self.owed: dict[AwayFrame, float] = {}
@@ -161,8 +167,6 @@ class NodeRuns:
             run = self._runs.get(name)
             if run is None:
                 run = self._runs[name] = _NodeRun(path)
-                if self._kinds is not None:
-                    run.digests = RunDigests(path, self._kinds, functools.partial(self._arrivals or _unknown, name))
             folders = {one for one in _names(path / "spool") if parse_incarnation_folder(one) is not None}
             for folder in run.spools.keys() - folders:
                 del run.spools[folder]
@@ -183,7 +187,8 @@ class NodeRuns:
         """Yield what is to be published next: of each spool of which the join has said how far it holds it one chunk, up to
         about `max_bytes` in all. What was yielded is taken for published.
 
-        Digests go before the ends of their steps, for a join that has none asks for all rows.
+        Digests go before the ends of their steps, for a join that has none asks for all rows. To a join that is another
+        than before they go anew, from what it has judged on.
         """
         num_bytes = 0
         for name, run in self._runs.items():
@@ -215,7 +220,12 @@ class NodeRuns:
                         yield chunk
 
     def take_back(self, published: Published) -> None:
-        """Have a chunk that could not be published read again, and all behind it. Of others the join asks again."""
+        """Have a chunk that could not be published read again, and all behind it, and a digest published again. For rows
+        the join asks again."""
+        if isinstance(published, DigestPiece) and (run := self._runs.get(published.run)) is not None:
+            run.unsent.append(published)
+            while sum(len(one.data) for one in run.unsent) > MAX_UNSENT_BYTES:
+                run.unsent.popleft()
         spool = self._spool(published.run, published.folder) if isinstance(published, SpoolChunk) else None
         if spool is None or not isinstance(published, SpoolChunk):
             return
@@ -306,6 +316,8 @@ class NodeRuns:
         return most if spool.kept_since is None or now - spool.kept_since < RESEND_S else THINNED_BYTES
 
     def _digested(self, name: str, run: _NodeRun) -> Iterator[DigestPiece]:
+        while run.unsent:
+            yield run.unsent.popleft()
         for data in run.digests.next() if run.digests is not None else ():
             run.num_digests += 1
             cuts = range(0, len(data), CHUNK_BYTES)
@@ -381,6 +393,7 @@ class NodeRuns:
                 for frame in answer.wanted
                 if frame.folder in run.spools and 0 < frame.num_bytes <= MAX_FRAME_BYTES and frame.offset >= 0
             }
+        is_lost = False
         for folder, said in answer.spools.items():
             spool = run.spools.get(folder)
             if spool is None:
@@ -397,11 +410,21 @@ class NodeRuns:
                 spool.moved = now
             elif now - spool.moved > RESEND_S and ((answer.is_drained and not said.is_waiting) or said.gap == spool.turn):
                 spool.go_back(said.held, now)
+                is_lost = True
             spool.held = said.held
             spool.num_away, spool.is_passed_on = said.num_away, said.is_passed_on
             self._commit(spool, said.acked)
+        if self._kinds is not None and (is_new_join or is_lost):
+            self._digest_anew(run, {folder: said.acked for folder, said in answer.spools.items()})
         for name, data in answer.commands.items():
             self._obey(run, name, data)
+
+    def _digest_anew(self, run: _NodeRun, committed: Mapping[str, tuple[int, int]]) -> None:
+        """Make digests from what the join has judged on: another join has none of ours, the stream may have lost some."""
+        assert self._kinds is not None
+        run.unsent.clear()
+        arrivals = functools.partial(self._arrivals or _unknown, run.run_dir.name)
+        run.digests = RunDigests(run.run_dir, self._kinds, arrivals, committed)
 
     def _disbelief(self, run: _NodeRun, answer: Answer, has_signature: bool) -> str:
         """Return why an answer is not believed; empty: it is. No clock but ours has a say."""

@@ -37,10 +37,11 @@ class RunFollower:
         *,
         on_problem: Callable[[str], None] | None = None,
         arrivals: Callable[[], Arrivals] = Arrivals,
+        first_file: Callable[[str], int] = lambda folder: 0,
     ) -> None:
         """on_problem: called once with each reason why a rank cannot be read; by default the reason is logged.
 
-        arrivals: asked at each poll.
+        arrivals: asked at each poll. first_file: folder of a spool -> index of the file with which reading it begins.
         """
         self.run_dir = Path(run_dir)
         self.spool_dir = self.run_dir / "spool"
@@ -48,7 +49,7 @@ class RunFollower:
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
         """Incarnations of which more is on disk than was read, which therefore do not count as late."""
-        self._arrivals = arrivals
+        self._arrivals, self._first_file = arrivals, first_file
         self._on_the_way: frozenset[str] = frozenset()
         """As of the newest poll."""
         self._unread: set[str] = set()
@@ -232,7 +233,7 @@ class RunFollower:
             return
         for name in sorted(names):
             if name not in self._readers and parse_incarnation_folder(name) is not None:
-                self._readers[name] = SpoolReader(self.spool_dir / name)
+                self._readers[name] = SpoolReader(self.spool_dir / name, file_index=self._first_file(name))
                 self._order.begin(name)
                 self._unread.add(name)
 

@@ -172,7 +172,7 @@ def test_a_server_through_which_no_join_answers_is_left_for_another(
     run = small_run(tmp_path / "whole" / "run")
     run.write(4)
     run.end()
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     # Two that know nothing of each other, as two servers between which nothing passes.
     with NatsBroker(tmp_path / "other") as other:
         join = Join(tmp_path / "joined", broker.url)

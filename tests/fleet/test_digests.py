@@ -52,7 +52,7 @@ LONG = (("pp3 dp2", 3), ("dp4", 2), ("dp4", 4), ("pp2 dp2", 2), ("tp4 dp2", 1))
 def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
     run = with_faults(tmp_path / "whole", layout, num_nodes)
     run.end()
-    nodes = split(run, tmp_path, num_nodes)
+    nodes = split(run.directory, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url, num_nodes=num_nodes)
     shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
@@ -79,7 +79,7 @@ def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBro
 def test_a_machine_that_two_nodes_share_sends_all_its_rows(tmp_path: Path, broker: NatsBroker) -> None:
     run = with_faults(tmp_path / "whole", "dp4", 1)
     run.end()
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     join = Join(tmp_path / "joined", broker.url)
     shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
@@ -93,7 +93,7 @@ def test_a_machine_that_two_nodes_share_sends_all_its_rows(tmp_path: Path, broke
 
 def test_digests_come_to_the_same_whoever_is_killed(tmp_path: Path, broker: NatsBroker) -> None:
     run = with_faults(tmp_path / "whole", "pp2 dp2", 2, num_steps=14)
-    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
+    nodes, joined = split(run.directory, tmp_path, 2), tmp_path / "joined"
     join = Join(joined, broker.url)
     shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import StoreError, WireError
-from sentinel.fleet import fetched_rows
+from sentinel.fleet import fetched_rows, node_runs
 from sentinel.fleet.node_runs import RESEND_S, NodeRuns
 from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
@@ -29,6 +29,7 @@ from sentinel.ingest.node_digest import decode_digest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import Buffer, Frame, FrameType, scan
+from sentinel.wire.spool import write_ack
 from sentinel.wire.spool_files import file_name
 
 from ..support.serving import small_run
@@ -141,6 +142,86 @@ def test_of_a_backlog_no_step_ends_at_the_join_before_its_digest(tmp_path: Path,
         if sum(map(len, ended.values())) == 4 * 60:
             break
     assert digests.keys() == set(range(60)) and len(set(digests.values())) > 10
+
+
+def digested(published: list[Published]) -> list[int]:
+    """Return the steps of which digests are among these."""
+    return [decode_digest(one.data).step for one in published if isinstance(one, DigestPiece)]
+
+
+def test_no_digest_is_made_before_anybody_answers(tmp_path: Path) -> None:
+    (tmp_path / "n0").mkdir()
+    node = NodeRuns(tmp_path / "n0", "n0", digested_kinds=frozenset())
+    small_run(tmp_path / "n0" / "run").write(3)
+    node.discover()
+    assert not list(node.next()) and list(node.beats())
+
+
+def test_digests_that_no_broker_took_are_sent_again_before_what_comes_after(thin: ThinFleet) -> None:
+    node = thin.nodes["n0"]
+    thin.run.write(3)
+    lost = list(node.next())
+    assert digested(lost) == [3, 4, 5]
+    for one in lost:
+        node.take_back(one)
+    thin.run.write(1)
+    again = list(node.next())
+    assert digested(again) == [3, 4, 5, 6]
+    assert all(isinstance(one, DigestPiece) for one in again[:4]) and any(isinstance(one, SpoolChunk) for one in again[4:])
+    assert not digested(list(node.next()))
+
+
+def test_of_what_no_broker_takes_so_much_is_kept(thin: ThinFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = thin.nodes["n0"]
+    thin.run.write(6)
+    lost = [one for one in node.next() if isinstance(one, DigestPiece)]
+    monkeypatch.setattr(node_runs, "MAX_UNSENT_BYTES", sum(len(one.data) for one in lost[2:]))
+    for one in lost:
+        node.take_back(one)
+    assert digested(list(node.next())) == [5, 6, 7, 8]
+
+
+def test_a_join_in_another_s_place_gets_digests_of_all_that_is_not_judged_and_of_nothing_else(thin: ThinFleet) -> None:
+    assert digested(thin.published) == [0, 1, 2]
+    thin.published.clear()
+    thin.run.write(5)
+    thin.turn()
+    assert digested(thin.published) == [3, 4, 5, 6, 7]
+    # The former has judged up to the end of step 4, but for one rank's: of that none can be spared.
+    folders = sorted(path.name for path in (thin.run.directory / "spool").iterdir())
+    for folder in folders:
+        judged = 3 if folder == folders[-1] else 4
+        write_ack(thin.joined / "run" / "spool" / folder, 0, behind_step(thin.run.directory / "spool" / folder, judged))
+    thin.restarted("j2")
+    thin.published.clear()
+    thin.turn()
+    thin.turn()
+    assert digested(thin.published) == [4, 5, 6, 7]
+    thin.run.write(1)
+    thin.turn()
+    assert digested(thin.published) == [4, 5, 6, 7, 8]
+    assert not thin.problems
+
+
+def test_where_what_was_published_is_lost_its_digests_come_again_too(thin: ThinFleet) -> None:
+    node = thin.nodes["n0"]
+    thin.run.write(2)
+    assert digested(list(node.next())) == [3, 4]
+    thin.now += RESEND_S
+    for _ in range(2):
+        thin.talk()
+    found = list(node.next())
+    assert digested(found) == [0, 1, 2, 3, 4] and any(isinstance(one, SpoolChunk) for one in found)
+
+
+def behind_step(folder: Path, step: int) -> int:
+    """Return the offset behind the end of a step in the first file of a spool."""
+    data, at = (folder / file_name(0)).read_bytes(), 0
+    while isinstance(frame := scan(data, at), Frame):
+        at = frame.offset_after
+        if (frame.header.type, frame.header.step) == (FrameType.END_STEP, step):
+            return at
+    raise AssertionError(f"no end of step {step}")
 
 
 def test_a_join_that_begins_again_knows_which_rows_it_has_not_got(thin: ThinFleet) -> None:

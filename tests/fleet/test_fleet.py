@@ -64,7 +64,7 @@ class Unchecked(StoppableLease):
 )  # fmt: skip
 def test_a_fleet_comes_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBroker, layout: str, num_nodes: int) -> None:
     run = recorded_run(tmp_path / "whole", layout)
-    nodes = split(run, tmp_path, num_nodes)
+    nodes = split(run.directory, tmp_path, num_nodes)
     join = Join(tmp_path / "joined", broker.url, num_nodes=num_nodes)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
 
@@ -83,7 +83,7 @@ def test_a_fleet_comes_to_the_same_whoever_is_killed(tmp_path: Path, broker: Nat
     run = small_run(tmp_path / "whole" / "run", file_bytes=40_000)
     run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
     run.write(10)
-    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
+    nodes, joined = split(run.directory, tmp_path, 2), tmp_path / "joined"
     join = Join(joined, broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
@@ -116,7 +116,7 @@ def test_a_node_that_is_stopped_for_a_while_changes_nothing(
     run = small_run(tmp_path / "whole" / "run")
     run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
     run.write(4)
-    nodes, joined = split(run, tmp_path, 2), tmp_path / "joined"
+    nodes, joined = split(run.directory, tmp_path, 2), tmp_path / "joined"
     join = Join(joined, broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
@@ -156,7 +156,7 @@ def test_a_standby_takes_over_and_comes_to_the_same(tmp_path: Path, broker: Nats
     run = small_run(tmp_path / "whole" / "run")
     run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
     run.write(10)
-    nodes, joined, clock = split(run, tmp_path, 2), tmp_path / "joined", Clock()
+    nodes, joined, clock = split(run.directory, tmp_path, 2), tmp_path / "joined", Clock()
     lease = StoppableLease("j1", ALONE)
     first = Join(joined, broker.url, lease=lease)
     wait_for(lambda: not first.intake.standby_of)
@@ -191,7 +191,7 @@ def test_a_join_that_could_not_renew_does_nothing_more(
 ) -> None:
     run = small_run(tmp_path / "whole" / "run")
     run.write(4)
-    nodes, joined, clock = split(run, tmp_path, 2), tmp_path / "joined", Clock()
+    nodes, joined, clock = split(run.directory, tmp_path, 2), tmp_path / "joined", Clock()
     lease = kind("j1", LeaseTimes(renew_s=0.2), clock=clock)
     join = Join(joined, broker.url, lease=lease)
     wait_for(lambda: taken_over(join, clock))
@@ -226,7 +226,7 @@ def test_a_join_that_could_not_renew_does_nothing_more(
 
 def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: Path, broker: NatsBroker) -> None:
     run = recorded_run(tmp_path / "whole", "pp2 dp2", 8)
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     join = Join(tmp_path / "joined", broker.url)
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
@@ -258,7 +258,7 @@ def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path:
     run.kill(3)
     run.write(4)
     run.end()
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     # Somebody deletes a file of rank 1 that nobody has read yet, here and there.
     for spool in (run.folder(1), tmp_path / "node0" / "run" / "spool" / run.folder(1).name):
         (spool / "000001.spool").unlink()
@@ -278,7 +278,7 @@ def test_a_stream_at_its_limit_is_said_and_nothing_is_lost(
     tmp_path: Path, broker: NatsBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = recorded_run(tmp_path / "whole", "pp2 dp2", 16)
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     config = BrokerConfig(server=broker.url)
 
     async def make_a_small_stream() -> None:
@@ -325,7 +325,7 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("verb", ["ship", "node"])
 def test_verbs_killed_with_sigkill_come_to_the_same(tmp_path: Path, broker: NatsBroker, verb: str) -> None:
     run = recorded_run(tmp_path / "whole", "pp2 dp2", 200, file_bytes=100_000, ranks_per_host=2)
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     joined, log = tmp_path / "joined", tmp_path / "log"
     arguments = ("join", str(joined), "--server", broker.url, "--no-http")
     processes: dict[str, Callable[[], subprocess.Popen[bytes]]] = {

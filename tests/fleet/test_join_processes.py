@@ -104,7 +104,7 @@ def test_a_stopped_join_and_a_killed_one_are_taken_over_and_nothing_is_told_twic
     run = small_run(tmp_path / "whole" / "run")
     run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
     run.write(8)
-    nodes, joined, config = split(run, tmp_path, 2), tmp_path / "joined", tmp_path / "sentinel.yml"
+    nodes, joined, config = split(run.directory, tmp_path, 2), tmp_path / "joined", tmp_path / "sentinel.yml"
 
     def start(server: str) -> JoinProcess:
         joins.append(JoinProcess(joined, server, config))

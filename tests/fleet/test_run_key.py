@@ -112,7 +112,7 @@ def test_an_answer_that_was_kept_back_is_refused_by_the_node_s_own_clock(tmp_pat
 def test_over_a_broker_a_command_of_who_has_the_key_arrives_and_a_forged_one_is_said(tmp_path: Path) -> None:
     run = small_run(tmp_path / "whole" / "run")
     run.write(2)
-    nodes = split(run, tmp_path, 2)
+    nodes = split(run.directory, tmp_path, 2)
     with NatsBroker(tmp_path / "broker") as broker:
         config = BrokerConfig(server=broker.url)
         join = Join(tmp_path / "joined", broker.url, key=KEY)

@@ -16,7 +16,7 @@ TORN = 72
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedFleet:
-    return RecordedFleet(tmp_path_factory.mktemp("recorded"), ranks_per_host=2)
+    return RecordedFleet.synthetic(tmp_path_factory.mktemp("recorded"), ranks_per_host=2)
 
 
 @pytest.mark.parametrize("seed", [TORN, 133, 154, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 117))])

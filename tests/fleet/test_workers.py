@@ -70,7 +70,7 @@ class Relayed:
     ) -> None:
         self.broker, self._key = broker, key
         self.run: SyntheticRun = with_faults(where / "whole", layout, num_nodes, num_steps)
-        self.nodes, self.joined, self._where = split(self.run, where, num_nodes), where / "joined", where
+        self.nodes, self.joined, self._where = split(self.run.directory, where, num_nodes), where / "joined", where
         self.join = Join(self.joined, broker.url, num_nodes=num_nodes, key=key)
         self.workers: list[Worker] = []
         self.shippers = [Shipper(path, path.name, broker.url, key=key, ways=TO_WORKERS) for path in self.nodes]

@@ -39,6 +39,8 @@ from sentinel.fleet.sealed import (
     unseal,
     unseal_published,
 )
+from sentinel.rules.engine import Engine
+from sentinel.rules.language.loader import load_pack
 from sentinel.store.journal import Commit
 from sentinel.store.lease_fence import FencedOff
 from sentinel.store.run_paths import RunPaths
@@ -65,6 +67,8 @@ TICK_S = 0.25
 LONGEST_CUT_S = 18.0
 """Less than `SILENT_S`: a node that is away for longer is waited for no more, and the outcome is another."""
 MAX_TICKS = 800
+KINDS = Engine(load_pack()).row_kinds
+"""Those of which digests carry the rows."""
 
 
 class Hearer(Protocol):
@@ -76,31 +80,41 @@ class Hearer(Protocol):
 class RecordedFleet:
     """A run that one daemon judged on one disk, and where its ranks were after each step."""
 
-    def __init__(self, directory: Path, *, is_pruned: bool = False, **options: Any) -> None:
-        """is_pruned: a file of one rank was deleted before anybody read it. options: as of `small_run`."""
+    def __init__(self, run_dir: Path, sizes: Sequence[dict[str, int]], pruned: str = "") -> None:
+        """sizes: after each step, file below the spool -> bytes of it; the last, those of all. pruned: the one of these files
+        that was deleted before anybody read it.
+        """
         self.packs = loaded_packs()
-        self.run: SyntheticRun = small_run(directory / "run", file_bytes=40_000, **options)
-        self.run.plant(nan_on(self.run, 3), LossJump(step=15, factor=50.0))
-        self.sizes: list[dict[str, int]] = []
-        """After each step: file below the spool -> bytes of it."""
-        self.spool = self.run.directory / "spool"
-        for _ in range(STEPS):
-            self.run.write(1)
-            self.sizes.append(self._sizes())
-        self.run.end()
-        self.sizes.append(self._sizes())
-        self.pruned = f"{self.run.folder(1).name}/{file_name(1)}" if is_pruned else ""
-        if self.pruned:
-            (self.spool / self.pruned).unlink()
-        self.whole = directory / "whole" / "run"
-        shutil.copytree(self.run.directory, self.whole, copy_function=shutil.copyfile)
+        self.run_dir, self.sizes, self.pruned = run_dir, sizes, pruned
+        self.spool = run_dir / "spool"
+        self.whole = run_dir.parent / "whole" / "run"
+        shutil.copytree(run_dir, self.whole, copy_function=shutil.copyfile)
         with frozen_time():
             judge_run(self.whole, CONFIG, self.packs, is_over=True)
         self.told = {key for key, _ in outbox(self.whole)}
         assert self.told
 
-    def _sizes(self) -> dict[str, int]:
-        return {str(path.relative_to(self.spool)): path.stat().st_size for path in self.spool.rglob("*.spool")}
+    @classmethod
+    def synthetic(cls, directory: Path, *, is_pruned: bool = False, **options: Any) -> RecordedFleet:
+        """Return a run that nobody trained. options: as of `small_run`."""
+        run: SyntheticRun = small_run(directory / "run", file_bytes=40_000, **options)
+        run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+        sizes = []
+        for _ in range(STEPS):
+            run.write(1)
+            sizes.append(spool_sizes(run.directory))
+        run.end()
+        sizes.append(spool_sizes(run.directory))
+        pruned = f"{run.folder(1).name}/{file_name(1)}" if is_pruned else ""
+        if pruned:
+            (run.directory / "spool" / pruned).unlink()
+        return cls(run.directory, sizes, pruned)
+
+
+def spool_sizes(run_dir: Path) -> dict[str, int]:
+    """Return file below the spool of a run -> bytes of it."""
+    spool = run_dir / "spool"
+    return {str(path.relative_to(spool)): path.stat().st_size for path in spool.rglob("*.spool")}
 
 
 @contextlib.contextmanager
@@ -171,8 +185,9 @@ class FaultyNode:
         """Start the shipper, or start it anew after a kill, by a clock that is ahead or behind."""
         self.skew_s = skew_s
         self.runs = NodeRuns(
-            self.directory, self.name, clock=lambda: self.world.now + self.skew_s, on_problem=self.problems.append
-        )
+            self.directory, self.name, digested_kinds=self.world.digested_kinds,
+            clock=lambda: self.world.now + self.skew_s, on_problem=self.problems.append,
+        )  # fmt: skip
 
     def write(self, sizes: dict[str, int], torn: int) -> None:
         """Have the ranks write up to these sizes, and a few bytes of what follows."""
@@ -401,6 +416,8 @@ class WorkingJoin:
         self.go_on()
         self.close_run()
         self.is_dead = True
+        for name in ("digested_steps", "fetched_steps"):
+            self.world.counts[name] += self.copies.health().counts[name]
 
     def _take(self) -> None:
         world = self.world
@@ -429,6 +446,8 @@ class FaultyFleet:
     """As what it is heard what nodes say."""
     has_holes = False
     """Whether copies lack rows."""
+    digested_kinds: frozenset[str] | None = None
+    """As of `NodeRuns`, for the nodes."""
 
     def __init__(self, directory: Path, recorded: RecordedFleet, seed: int) -> None:
         self.rng, self.recorded, self.seed = random.Random(seed), recorded, seed
@@ -446,7 +465,7 @@ class FaultyFleet:
         self.epochs: list[int] = []
         self.joined = directory / "joined"
         self.joined.mkdir(mode=0o700)
-        paths = split(recorded.run, directory, 2)
+        paths = split(recorded.run_dir, directory, 2)
         for path in directory.glob("node*/run/spool/*/*.spool"):
             path.unlink()
         self.nodes = [FaultyNode(self, path) for path in paths]
@@ -566,7 +585,7 @@ class FaultyFleet:
 
     def _write(self) -> None:
         if self._next_step < len(self.recorded.sizes):
-            torn = self.rng.choice((0, 0, 50)) if self._next_step < STEPS - 1 else 0
+            torn = self.rng.choice((0, 0, 50)) if self._next_step < len(self.recorded.sizes) - 2 else 0
             for node in self.nodes:
                 node.write(self.recorded.sizes[self._next_step], torn)
             self._next_step += 1
@@ -665,7 +684,7 @@ class FaultyFleet:
         if self.recorded.pruned:
             # Which steps lack it depends on how far the others were when it was missed, on one disk as well.
             assert any(1 in one.missing for one in decisions(other)), f"{words}: nobody says that a rank's rows are missing"
-            assert {path.name for path in other.glob(f"spool/{self.recorded.run.folder(1).name}/*.spool")}, words
+            assert {path.name for path in other.glob(f"spool/{Path(self.recorded.pruned).parent}/*.spool")}, words
         else:
             assert result_bytes(one) == result_bytes(other), words
             assert decisions(one) == decisions(other), words
@@ -677,6 +696,13 @@ class FaultyFleet:
                 f"{words}: {key} {repeats}"
             )
         assert self.epochs == sorted(set(self.epochs)), words
+
+
+class DigestedFleet(FaultyFleet):
+    """One schedule of faults of a fleet whose nodes send digests in place of rows."""
+
+    has_holes = True
+    digested_kinds = KINDS
 
 
 def drive_at_once(steps: Coroutine[Any, Any, None]) -> None:

@@ -258,12 +258,14 @@ def nan_on(run: SyntheticRun, rank: int) -> Nan:
     return Nan(step=5, module=[one for one in run.modules() if one in run.modules_of(rank)][-2], rank=rank, micro_step=1)
 
 
-def split(run: SyntheticRun, where: Path, num_nodes: int) -> list[Path]:
+def split(run_dir: Path, where: Path, num_nodes: int) -> list[Path]:
     """Give each node the spools of its ranks, as its own disk has them; returns the nodes' directories of runs."""
     found = [where / f"node{number}" for number in range(num_nodes)]
-    for folder in sorted((run.directory / "spool").iterdir()):
+    folders = sorted((run_dir / "spool").iterdir())
+    num_ranks = 1 + max(int(folder.name[1:6]) for folder in folders)
+    for folder in folders:
         rank = int(folder.name[1:6])
-        there = found[rank * num_nodes // run.num_ranks] / "run" / "spool" / folder.name
+        there = found[rank * num_nodes // num_ranks] / "run" / "spool" / folder.name
         shutil.copytree(folder, there, ignore=shutil.ignore_patterns("ack"))
     return found
 

@@ -11,12 +11,8 @@ from sentinel.fleet.partition_leases import PartitionLeases
 from sentinel.fleet.relayed_nodes import RelayedNodes
 from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, in_messages, seal, seal_published, unseal, unseal_published
 from sentinel.fleet.subjects import partition_of
-from sentinel.rules.engine import Engine
-from sentinel.rules.language.loader import load_pack
 
-from .fleet_faults import FaultyFleet, Hearer, Leases, RecordedFleet, drive_at_once
-
-KINDS = Engine(load_pack()).row_kinds
+from .fleet_faults import KINDS, FaultyFleet, Hearer, Leases, RecordedFleet, drive_at_once
 
 
 class FaultyWorker:

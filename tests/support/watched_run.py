@@ -48,7 +48,7 @@ class WatchedRun:
         self.run = small_run(where / "whole" / "run", **{"file_bytes": 40_000, **options})
         self.run.plant(nan_on(self.run, 3), LossJump(step=15, factor=50.0))
         self.run.write(8)
-        self.nodes = split(self.run, where, 2)
+        self.nodes = split(self.run.directory, where, 2)
         self.joined = where / "joined"
         self.joins: list[Join] = []
         self.shippers: list[Shipper] = []
