@@ -1,14 +1,16 @@
 """What a step of a large fleet costs its join, by the number of nodes, and what it costs each node; and where that ends.
 
     python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10] [--said /tmp] [--collector]
+        [--paced-as 2048]
 
 Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor parallel on each, over pipeline stages and
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
 join checks, copies, merges, judges and commits. Each in a process of its own: processor time and memory are its own.
 
 A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second, nodes speak as they do, and the
-join looks at what came four times a second. What is not in it is the client of the broker, of which a node sends one or two
-messages a second and hears as many.
+join looks at what came four times a second. With `--paced-as` nodes that have nothing but heartbeats speak as often as a
+join of so many nodes asks them to: what it says of each node then holds for a fleet of that size. What is not
+in it is the client of the broker, of which a node sends one or two messages a second and hears as many.
 
 The bytes of each step are freed once they are shipped, so that 16,384 ranks fit into a machine; the join then takes
 them in one by one.
@@ -37,15 +39,15 @@ from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import msgspec
 import numpy as np
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.garbage import Garbage
 from sentinel.daemon.serving import ServedRun
-from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.copied_runs import IDLE_NODES_A_SECOND, CopiedRuns
+from sentinel.fleet.node_runs import BEAT_S, NodeRuns
 from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, in_messages, seal, seal_published, unseal, unseal_published
-from sentinel.fleet.shipping import BEAT_S, IDLE_BEAT_S
 from sentinel.judge.packs import RulePacks
 from sentinel.messages import Heartbeat
 from sentinel.rules.engine import Engine
@@ -66,7 +68,8 @@ WARM_STEPS = 3
 class Fleet:
     """Some nodes, and as much of a join as answers them; what they say goes into a file."""
 
-    def __init__(self, directory: Path, names: list[str], said: BinaryIO) -> None:
+    def __init__(self, directory: Path, names: list[str], said: BinaryIO, num_paced: int) -> None:
+        """said: takes what nodes say. num_paced: nodes of a fleet whose join asks for this one's pace; 0: this one."""
         carried = Engine(load_pack()).row_kinds
         self.now = 100.0
         self.node_s = 0.0
@@ -78,6 +81,7 @@ class Fleet:
             NodeRuns(directory / name, name, digested_kinds=frozenset(carried), clock=lambda: self.now) for name in names
         ]
         self._spoke = [0.0] * len(self._nodes)
+        self._pace_s = num_paced / IDLE_NODES_A_SECOND
         (directory / "answered").mkdir()
         self._copies = CopiedRuns(directory / "answered", JOIN, begin_s=0.0, clock=lambda: self.now)
 
@@ -92,7 +96,7 @@ class Fleet:
         while self.now < until:
             self.now += BEAT_S
             for at, node in enumerate(self._nodes):
-                if self.now >= until or node.is_busy or self.now - self._spoke[at] >= IDLE_BEAT_S:
+                if self.now >= until or self.now - self._spoke[at] >= node.pause_s:
                     self._spoke[at] = self.now
                     self._speak(node)
             for node in self._nodes:
@@ -120,7 +124,8 @@ class Fleet:
             self.say(beat, is_beat=True)
             answer = self._copies.take_beat(unseal(beat, Beat), is_drained=True)
             if answer is not None:
-                node.take_answer(unseal(seal(answer), Answer))
+                paced = msgspec.structs.replace(answer, pace_s=self._pace_s or answer.pace_s)
+                node.take_answer(unseal(seal(paced), Answer))
 
 
 def written(where: Path, num_nodes: int, layers: int) -> tuple[SyntheticRun, list[str]]:
@@ -140,11 +145,11 @@ def written(where: Path, num_nodes: int, layers: int) -> tuple[SyntheticRun, lis
     return run, names
 
 
-def fleet(said: Path, num_nodes: int, steps: int, layers: int, step_s: int) -> dict[str, float]:
+def fleet(said: Path, num_nodes: int, steps: int, layers: int, step_s: int, num_paced: int) -> dict[str, float]:
     """Have ranks and nodes work, and what nodes say go into a file; returns what that took. In a process of its own."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, said.open("wb") as file:
         run, names = written(Path(name), num_nodes, layers)
-        nodes, spooled = Fleet(Path(name), names, file), 0
+        nodes, spooled = Fleet(Path(name), names, file, num_paced), 0
         nodes.discover()
         nodes.ship(3 * BEAT_S)
         for step in range(WARM_STEPS + steps):
@@ -259,15 +264,16 @@ def _in_its_own_process(*arguments: str) -> dict[str, Any]:
 
 
 def measured(
-    num_nodes: int, steps: int, layers: int, step_s: float, where: Path, options: Sequence[str]
+    num_nodes: int, steps: int, layers: int, step_s: float, num_paced: int, where: Path, options: Sequence[str]
 ) -> tuple[float, dict[str, Any]]:
     """Print a line about so many nodes; return (seconds of a step's judging and intake at the join, all figures).
 
-    options: of the join's process.
+    num_paced: as of `Fleet`. options: of the join's process.
     """
     with tempfile.TemporaryDirectory(dir=where) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
         said = f"{name}/said"
-        nodes = _in_its_own_process("--fleet", said, str(num_nodes), str(steps), str(layers), str(round(step_s)))
+        numbers = (num_nodes, steps, layers, round(step_s), num_paced)
+        nodes = _in_its_own_process("--fleet", said, *map(str, numbers))
         found = _in_its_own_process("--join", said, f"{joined}/joined", *options)
     ranks = num_nodes * RANKS_PER_NODE
     rows = nodes["rows"]
@@ -294,7 +300,8 @@ def main() -> None:
     parser.add_argument("--said", type=Path, default=Path(tempfile.gettempdir()), help="where what nodes say is kept")
     parser.add_argument("--collector", action="store_true", help="leave cyclic garbage to the interpreter, as before")
     parser.add_argument("--join", nargs=2, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--fleet", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--paced-as", type=int, default=0)
+    parser.add_argument("--fleet", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.fleet:
         said, *numbers = given.fleet
@@ -308,7 +315,8 @@ def main() -> None:
         f"{'longest':>10}{'ms/node':>10}{'MiB':>8}{'B/row':>8}{'digs':>6}{'rows':>6}"
     )
     options = ["--collector"] if given.collector else []
-    costs = [measured(nodes, given.steps, given.layers, given.step_s, given.said, options)[0] for nodes in given.nodes]
+    shape = (given.steps, given.layers, given.step_s, given.paced_as)
+    costs = [measured(nodes, *shape, given.said, options)[0] for nodes in given.nodes]
     if len(costs) < 2:
         return
     each, fixed = np.polyfit(given.nodes, costs, 1)

@@ -38,6 +38,9 @@ STUCK_S = 3.0
 MAX_ANSWERED_BYTES = 256 * 2**10
 """Most bytes of commands in one answer; the others come with the next."""
 MAX_NODES_SAID = 8
+IDLE_NODES_A_SECOND = 512
+"""Of nodes that have nothing but heartbeats so many are to speak a second: these, and what is said beside them, are half of
+what a join of many nodes has to do."""
 
 
 class CopiedRuns:
@@ -184,6 +187,7 @@ class CopiedRuns:
                 spools=spools, commands=_unknown_commands(self.directory / beat.run / "control", set(beat.commands)),
                 is_drained=is_drained, wanted=rows.wanted(beat.node),
                 num_steps=(rows.num_steps, rows.num_fetched), to=beat.number, epoch=self._epochs.newest(beat.node),
+                pace_s=sum(len(one.heard) for one in self._runs.values()) / IDLE_NODES_A_SECOND,
             )  # fmt: skip
 
     def begin_committed(self, run: str, folder: str) -> None:

@@ -54,8 +54,14 @@ RESEND_S = 3.0
 drained, or what was published after it has come."""
 EXPIRES_S = 30.0
 """An answer to a beat that was sent longer ago is not believed, where answers are signed."""
-HEARTBEATS_S = 1.0
-"""Heartbeats wait for so long for anything else of their run to go with: each of a machine's ranks writes one a second."""
+BEAT_S = 0.25
+"""Seconds between what a node says while it publishes anything but heartbeats, and `BUSY_S` behind it."""
+ASKED_BEAT_S = 0.05
+"""The same while rows are asked for: a join that looks closely at a backlog asks for those of each step, and waits."""
+HEARTBEATS_S, MAX_PACE_S = 1.0, 2.0
+"""Heartbeats wait for so long for anything else of their run to go with: each of a machine's ranks writes one a second. So
+long is also the time between what a node says that has nothing else. A join of many nodes asks for more, up to the second:
+a rank of which nothing comes for 5 s may have been stopped, and is not known to hang (`ingest/liveness.py`)."""
 ASKED_S = 0.5
 """So long behind an answer that asks for rows the next such is waited for."""
 BUSY_S = 1.0
@@ -149,6 +155,7 @@ class NodeRuns:
         self._runs: dict[str, _NodeRun] = {}
         self._told: set[str] = set()
         self._busy_until, self._asked_until = clock() + BUSY_S, 0.0
+        self._pace_s = HEARTBEATS_S
 
     @property
     def who(self) -> str:
@@ -174,14 +181,14 @@ class NodeRuns:
                 run.spools[folder] = _Spool(path / "spool" / folder)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether anything but heartbeats was published lately, or is asked for: the join waits for what we say."""
-        return self._clock() < self._busy_until or any(run.wanted or not run.echo[0] for run in self._runs.values())
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether rows are asked for, or were a moment ago."""
-        return self._clock() < self._asked_until
+    def pause_s(self) -> float:
+        """Seconds between two times that anything is said, as it is now."""
+        now = self._clock()
+        if now < self._asked_until:
+            return ASKED_BEAT_S
+        if now < self._busy_until or any(run.wanted or not run.echo[0] for run in self._runs.values()):
+            return BEAT_S
+        return self._pace_s
 
     def next(self, max_bytes: int = MAX_NEXT_BYTES) -> Iterator[Published]:
         """Yield what is to be published next: of each spool of which the join has said how far it holds it one chunk, up to
@@ -213,7 +220,7 @@ class NodeRuns:
                     continue
                 num_bytes, has_more, self._busy_until = num_bytes + len(chunk.data), True, now + BUSY_S
                 yield chunk
-            if beating and (has_more or now - run.beaten >= HEARTBEATS_S):
+            if beating and (has_more or now - run.beaten >= self._pace_s):
                 run.beaten = now
                 for folder, spool in beating:
                     if (chunk := self._chunk(name, folder, spool)) is not None:
@@ -385,6 +392,7 @@ class NodeRuns:
             return
         is_new_join = answer.join != run.echo[0]
         run.echo = (answer.join, answer.stamp)
+        self._pace_s = min(max(answer.pace_s, HEARTBEATS_S), MAX_PACE_S)
         now = self._clock()
         if self._kinds is not None:
             self._asked_until = now + ASKED_S if answer.wanted else self._asked_until

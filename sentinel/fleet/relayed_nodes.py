@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from sentinel.fleet.node_runs import MAX_NEXT_BYTES
+from sentinel.fleet.node_runs import BEAT_S, MAX_NEXT_BYTES
 from sentinel.fleet.relayed_node import RelayedNode
 from sentinel.fleet.sealed import Answer, Beat, Published
 from sentinel.fleet.subjects import partition_of
@@ -95,14 +95,9 @@ class RelayedNodes:
         """Another worker can be asked for them."""
 
     @property
-    def is_busy(self) -> bool:
+    def pause_s(self) -> float:
         """Nothing is said but what nodes said: there is nothing to be spared."""
-        return True
-
-    @property
-    def is_asked(self) -> bool:
-        """As `is_busy`: what nodes said goes on when they say it."""
-        return False
+        return BEAT_S
 
     def next(self, max_bytes: int = MAX_NEXT_BYTES) -> Iterator[Published]:
         """Yield what is to be published next, of each node in turn, up to about `max_bytes`."""

@@ -213,6 +213,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """`number` of the beat that is answered."""
     epoch: int = 0
     """The highest under which a worker spoke of this node lately."""
+    pace_s: float = 0.0
+    """Seconds for which whoever has nothing but heartbeats waits before they go, and before it speaks again."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True, tag="worker"):

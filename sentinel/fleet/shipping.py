@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect, error_words
+from sentinel.fleet.node_runs import ASKED_BEAT_S, BEAT_S
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Beat, Published, in_messages, seal, seal_published, unseal
 from sentinel.fleet.subjects import TO_JOIN, Ways
@@ -27,11 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sentinel.fleet")
 
-BEAT_S, IDLE_BEAT_S = 0.25, 1.0
-"""Seconds between what a node says, and the same where it has published nothing but heartbeats lately."""
 DISCOVER_S = 0.5
-ASKED_BEAT_S = 0.05
-"""The same while rows are asked for: a join that looks closely at a backlog asks for those of each step, and waits."""
 LOOK_S = 0.02
 """Pause between two looks at the spools while data flows; four times as long while none does."""
 WINDOW_BYTES = 8 * 2**20
@@ -70,13 +67,8 @@ class PublishedRuns(Protocol):
         ...
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the join waits for what is said."""
-        ...
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether rows are asked for, or were a moment ago."""
+    def pause_s(self) -> float:
+        """Seconds between two times that anything is said, as it is now."""
         ...
 
     def next(self, max_bytes: int) -> Iterator[Published]:
@@ -261,10 +253,10 @@ class Shipping:
         while True:
             await self._say(client)
             await self._leave(client)
-            until = time.monotonic() + IDLE_BEAT_S
-            await asyncio.sleep(ASKED_BEAT_S if self._runs.is_asked else BEAT_S)
-            while not (self._runs.is_busy or self._stop.is_set()) and time.monotonic() < until:
-                await asyncio.sleep(4 * LOOK_S)
+            said = time.monotonic()
+            await asyncio.sleep(ASKED_BEAT_S)
+            while time.monotonic() - said < (min(BEAT_S, self._runs.pause_s) if self._stop.is_set() else self._runs.pause_s):
+                await asyncio.sleep(LOOK_S)
 
     async def _leave(self, client: Client) -> None:
         """Go to another server of the broker, if this one does not bring us further."""

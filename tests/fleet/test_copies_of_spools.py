@@ -17,7 +17,7 @@ from sentinel.fleet import copied_runs, spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.intake_tally import REFUSED_S
-from sentinel.fleet.node_runs import BUSY_S, HEARTBEATS_S, RESEND_S, NodeRuns
+from sentinel.fleet.node_runs import BEAT_S, BUSY_S, HEARTBEATS_S, MAX_PACE_S, RESEND_S, NodeRuns
 from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S
 from sentinel.fleet.sealed import (
     TOGETHER_BYTES,
@@ -504,26 +504,48 @@ class BeatingRun:
 def test_heartbeats_wait_for_each_other_and_go_with_whatever_comes(tmp_path: Path) -> None:
     beating = BeatingRun(tmp_path)
     node, fleet = beating.node, beating.fleet
-    assert not node.is_busy
+    assert node.pause_s == HEARTBEATS_S
     beating.beats(0)
     assert len(beating.published()) == 1, "none was published within the second"
     beating.beats(1, 2)
     fleet.now += 0.9 * HEARTBEATS_S
-    assert not beating.published() and not node.is_busy
+    assert not beating.published() and node.pause_s == HEARTBEATS_S
     beating.beats(3)
     fleet.now += 0.2 * HEARTBEATS_S
-    assert len(beating.published()) == 3 and not node.is_busy
+    assert len(beating.published()) == 3 and node.pause_s == HEARTBEATS_S
     beating.beats(0, 1)
     beating.run.write_rank(3, 2)
-    assert len(beating.published()) == 3 and node.is_busy
+    assert len(beating.published()) == 3 and node.pause_s == BEAT_S
     fleet.now += BUSY_S
-    assert not node.is_busy
+    assert node.pause_s == HEARTBEATS_S
     for _ in range(3):
         fleet.settle()
         fleet.now += RESEND_S + 1
     for rank in range(4):
         folder = beating.run.folder(rank)
         assert spool_bytes(fleet.joined / "run" / "spool" / folder.name) == spool_bytes(folder)
+
+
+@pytest.mark.parametrize(("num_others", "pace_s"), [(500, HEARTBEATS_S), (767, 1.5), (9999, MAX_PACE_S)])
+def test_a_join_of_many_nodes_has_those_with_nothing_to_say_speak_less(
+    tmp_path: Path, num_others: int, pace_s: float
+) -> None:
+    beating = BeatingRun(tmp_path)
+    node, fleet = beating.node, beating.fleet
+    run = fleet.copies._runs["run"]
+    run.heard.update({f"other{number}": fleet.now for number in range(num_others)})
+    fleet.talk()
+    assert node.pause_s == pytest.approx(pace_s)
+    fleet.now += pace_s
+    beating.beats(0)
+    assert len(beating.published()) == 1
+    beating.beats(1)
+    fleet.now += 0.9 * pace_s
+    assert not beating.published()
+    fleet.now += 0.2 * pace_s
+    assert len(beating.published()) == 1
+    beating.run.write_rank(3, 2)
+    assert beating.published() and node.pause_s == BEAT_S, "it waits though it has a step"
 
 
 def test_what_is_small_travels_together_and_what_is_large_by_itself(tmp_path: Path) -> None:

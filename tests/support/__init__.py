@@ -34,7 +34,7 @@
 | have a disk that gets full | `small_disk`: `SmallDisk`, for root alone |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |
 | have those of a run on a cluster, and compare what came of it | `watched_run`: `WatchedRun` |
-| have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet`, `DigestedFleet` |
+| have a fleet live through faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet`, `DigestedFleet` |
 | have one with workers live through one | `relayed_faults`: `RelayedFleet` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
