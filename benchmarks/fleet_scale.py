@@ -16,9 +16,10 @@ The bytes of each step are freed once they are shipped, so that 16,384 ranks fit
 them in one by one.
 
 The first steps of a run are dearer, for descriptors travel and layouts are built of them, and are printed apart (`warm s`).
-`B/row`: what the join's largest size grew by, for a row of a rank, digests of the steps in it. `longest`: a look in which a
-step is judged, which is how long its alarm waits. The last line says what a
-step costs the join for each node, and at how many nodes a core is full where a step is made every `--step-s` seconds.
+`MiB`: the join's largest size. `B/row`: what of its size at the end, once it has given back what is free, came with the
+run, for a row of a rank, digests of the steps in it. `longest`: a look in which a step is judged, which is how long its
+alarm waits. The last line says what a step costs the join for each node, and at how many nodes a core is full where a step
+is made every `--step-s` seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import msgspec
 import numpy as np
 
 from sentinel.daemon.config import DaemonConfig
-from sentinel.daemon.garbage import Garbage
+from sentinel.daemon.garbage import LATEST_S, Garbage
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.copied_runs import IDLE_NODES_A_SECOND, CopiedRuns
 from sentinel.fleet.node_runs import BEAT_S, NodeRuns
@@ -193,14 +194,13 @@ def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
 def join(said: Path, joined: Path, *, has_collector: bool) -> dict[str, Any]:
     """Take in what a fleet said, and judge it; returns what that took. Called in a process of its own."""
     now = [100.0]
-    before = _most_bytes()
+    before = _bytes_now()
     joined.mkdir()
     copies = CopiedRuns(joined, JOIN, begin_s=0.0, clock=lambda: now[0])
     packs = RulePacks(())
     packs.load()
-    if not has_collector:
-        # As the daemon has it.
-        Garbage(time.monotonic())
+    # As the daemon has it.
+    garbage = None if has_collector else Garbage(time.monotonic())
     began = time.process_time()
     run: ServedRun | None = None
     turns_s, step_turns, num_judged = 0.0, list[float](), 0
@@ -240,14 +240,22 @@ def join(said: Path, joined: Path, *, has_collector: bool) -> dict[str, Any]:
     copies.release()
     turn()
     rows = copies.rows_of("run")
+    took = time.process_time() - began
+    if garbage is not None:
+        garbage.turn(time.monotonic() + LATEST_S, is_idle=True)
     found = {
-        "intake_s": time.process_time() - began - turns_s, "warm_s": warm_s, "judged_s": turns_s,
+        "intake_s": took - turns_s, "warm_s": warm_s, "judged_s": turns_s,
         "num_judged": len(judged) - num_judged, "longest_s": max(step_turns), "num_digested": rows.num_steps,
-        "num_fetched": rows.num_fetched, "rss": _most_bytes(), "rss_before": before,
+        "num_fetched": rows.num_fetched, "most_bytes": _most_bytes(),
+        "run_bytes": _bytes_now() - before,
     }  # fmt: skip
     assert run is not None
     run.close()
     return found
+
+
+def _bytes_now() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _most_bytes() -> int:
@@ -283,8 +291,8 @@ def measured(
         f"{num_nodes:6}{ranks:8}{rows:10}{nodes['published'] / nodes['spooled']:8.3f}"
         f"{1e6 * nodes['node_s'] / (rows * steps):10.2f}"
         f"{1e3 * found['intake_s'] / steps:10.1f}{found['warm_s']:8.2f}{1e3 * found['judged_s'] / steady:10.1f}"
-        f"{1e3 * found['longest_s']:10.1f}{1e3 * cost_s / num_nodes:10.3f}{found['rss'] / 2**20:8.0f}"
-        f"{(found['rss'] - found['rss_before']) / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
+        f"{1e3 * found['longest_s']:10.1f}{1e3 * cost_s / num_nodes:10.3f}{found['most_bytes'] / 2**20:8.0f}"
+        f"{found['run_bytes'] / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
         flush=True,
     )
     return cost_s, found

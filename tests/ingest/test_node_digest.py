@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import WireError
+from sentinel.ingest import node_digest
 from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
@@ -289,6 +290,19 @@ def test_of_too_many_digests_those_that_are_judged_next_are_kept() -> None:
     for one in digests[200:240]:
         book.add("a", one)
     assert held() == [*range(40, 100), *range(200, 240)], "then those that are judged"
+
+
+def test_of_what_is_judged_less_is_kept_but_the_newest_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = DigestBook()
+    for step in range(100):
+        book.add("a", a_digest(step))
+        book.add("b", a_digest(step))
+    monkeypatch.setattr(node_digest, "MAX_JUDGED_BYTES", 10 * a_digest(0).num_bytes)
+    assert book.find("b", 50, a_digest(50).of) is not None
+    assert sorted(book._of_step) == list(range(45, 100))
+    monkeypatch.setattr(node_digest, "MAX_JUDGED_BYTES", 0)
+    assert book.find("a", 90, a_digest(90).of) is not None and book.find("a", 91, a_digest(91).of) is not None
+    assert sorted(book._of_step) == list(range(89, 100))
 
 
 def test_a_few_steps_of_many_nodes_are_kept_whatever_they_take() -> None:
