@@ -10,7 +10,7 @@ import ctypes
 import gc
 
 EVERY_S, FIRST_S = 600.0, 60.0
-"""Seconds from one search among all objects to the next, and to the first: what layouts are built of takes as much as they."""
+"""Seconds from one search among all objects to the next, and to the first: what layouts are built of is free by then."""
 LATEST_S = 1200.0
 """Seconds after which it is made though there is much to do."""
 NEVER = 2**30
