@@ -24,7 +24,7 @@ from sentinel.moments import LONE_SHARE, tails
 from sentinel.record import ROW_DTYPE, STATS_DTYPE, Kind
 from sentinel.step_view import RankStep
 
-VERSION = 2
+VERSION = 3
 MAX_JUDGED = 4096
 """Digests of so many steps before the one that was asked for last are kept: a restart of training goes back to a checkpoint,
 and its steps come while those of the former attempt are judged."""
@@ -197,10 +197,11 @@ class PackedDigest(msgspec.Struct, frozen=True, array_like=True):
             raise WireError(
                 f"digest of step {self.step}: expected what its head says, got step {found.step} of other frames"
             )
-        found = _against_each_other(found, is_reading=True)
-        for one in found.ranks:
-            carried_rows(one)
-        return found
+        try:
+            found = _in_planes(found, is_reading=True)
+        except ValueError as error:
+            raise WireError(f"digest of step {self.step}: expected whole rows and statistics, got {error}") from error
+        return _against_each_other(found, is_reading=True)
 
 
 _MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, ValueError, zlib.error)
@@ -213,9 +214,11 @@ def encode_digest(found: NodeDigest) -> bytes:
     """Return the bytes of a digest: small numbers and alike ones, of which zlib at its quickest makes a half to a tenth.
 
     Rows that are carried stand as their difference from those of the rank before, of which they are copies as a rule: a
-    rank's rows are longer than what zlib remembers.
+    rank's rows are longer than what zlib remembers. The bytes of each place in a row follow each other: signs and exponents
+    are alike, digits are not.
     """
-    body = zlib.compress(_ENCODER.encode(_against_each_other(found, is_reading=False)), 1)
+    packed = _in_planes(_against_each_other(found, is_reading=False), is_reading=False)
+    body = zlib.compress(_ENCODER.encode(packed), 1)
     return _ENCODER.encode(PackedDigest(found.version, found.step, found.of, body))
 
 
@@ -243,6 +246,18 @@ def _against_each_other(found: NodeDigest, *, is_reading: bool) -> NodeDigest:
         before = data if is_reading else one.carried
         ranks.append(msgspec.structs.replace(one, carried=data))
     return msgspec.structs.replace(found, ranks=tuple(ranks))
+
+
+def _in_planes(found: NodeDigest, *, is_reading: bool) -> NodeDigest:
+    """Return a digest in whose rows and statistics the first bytes of all come first, then the second; or are so no more.
+    ValueError: not all of them are whole.
+    """
+
+    def turned(data: bytes, size: int) -> bytes:
+        return np.frombuffer(data, np.uint8).reshape((size, -1) if is_reading else (-1, size)).T.tobytes()
+
+    ranks = [msgspec.structs.replace(one, carried=turned(one.carried, ROW_DTYPE.itemsize)) for one in found.ranks]
+    return msgspec.structs.replace(found, ranks=tuple(ranks), stats=turned(found.stats, STATS_DTYPE.itemsize))
 
 
 class DigestBook:

@@ -32,6 +32,7 @@ from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
+from sentinel.record import STATS_DTYPE
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
@@ -215,6 +216,12 @@ def test_a_digest_of_other_frames_or_another_layout_is_not_used(tmp_path: Path) 
         assert msgspec.structs.replace(found, **change).sums(view.layout.share_of((0, 1, 2, 3))) is None
 
 
+def as_it_is(found: NodeDigest) -> bytes:
+    """The bytes of a digest whose rows and statistics are not whole."""
+    body = zlib.compress(msgspec.msgpack.encode(found))
+    return msgspec.msgpack.encode(PackedDigest(found.version, found.step, found.of, body))
+
+
 def test_bytes_that_are_no_digest_are_refused(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     run.write(1)
@@ -234,7 +241,7 @@ def test_bytes_that_are_no_digest_are_refused(tmp_path: Path) -> None:
         b"", data[:-1], data + b"1", b"\xc1", encode_digest(msgspec.structs.replace(found, version=99)),
         encode_digest(msgspec.structs.replace(found, ranks=found.ranks[::-1])),
         encode_digest(msgspec.structs.replace(found, ranks=())),
-        encode_digest(msgspec.structs.replace(found, ranks=(odd,))),
+        as_it_is(msgspec.structs.replace(found, ranks=(odd,))), as_it_is(msgspec.structs.replace(found, stats=b"1234")),
     ):  # fmt: skip
         with pytest.raises(WireError):
             decode_digest(wrong).unpack()
@@ -262,12 +269,12 @@ def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
     assert not any(is_rows for kind, is_rows in kinds if kind != FrameType.ROWS)
 
 
-def a_digest(step: int, num_bytes: int = 1000, seq: int = 0) -> PackedDigest:
-    """A digest of two ranks whose values take so many bytes; seq: of the last frames in it."""
+def a_digest(step: int, num_tensors: int = 10, seq: int = 0) -> PackedDigest:
+    """A digest of two ranks with the statistics of so many tensors; seq: of the last frames in it."""
     ranks = tuple(DigestedRank(rank, bytes([rank]) * 16, 0, seq, 3) for rank in range(2))
     found = NodeDigest(
-        version=VERSION, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_bytes), present=b"",
-        has_rows=b"", marks=b"", has_lone_weight=False,
+        version=VERSION, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_tensors * STATS_DTYPE.itemsize),
+        present=b"", has_rows=b"", marks=b"", has_lone_weight=False,
     )  # fmt: skip
     # As it is: the length of what is compressed would depend on the step.
     return PackedDigest(VERSION, step, found.of, zlib.compress(msgspec.msgpack.encode(found), 0))
