@@ -12,8 +12,8 @@ join looks at what came four times a second. With `--paced-as` nodes that have n
 join of so many nodes asks them to: what it says of each node then holds for a fleet of that size. What is not
 in it is the client of the broker, of which a node sends one or two messages a second and hears as many.
 
-The bytes of each step are freed once they are shipped, so that 16,384 ranks fit into a machine; the join then takes
-them in one by one.
+The bytes of each step are freed once they are shipped, and so many nodes as fit work at a time (`GROUP_NODES`), so that
+16,384 ranks fit into a machine; the join then takes in what all said in the order of its time.
 
 The first steps of a run are dearer, for descriptors travel and layouts are built of them, and are printed apart (`warm s`).
 `MiB`: the join's largest size. `B/row`: what of its size at the end, once it has given back what is free, came with the
@@ -27,6 +27,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import heapq
+import operator
 import os
 import pickle
 import resource
@@ -34,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,6 +65,8 @@ JOIN = "bench"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+GROUP_NODES = 256
+"""Nodes of one process, which come after each other; a multiple of the stages."""
 WARM_STEPS = 3
 """Steps after which layouts are known."""
 
@@ -129,27 +134,36 @@ class Fleet:
                 node.take_answer(unseal(seal(paced), Answer))
 
 
-def written(where: Path, num_nodes: int, layers: int) -> tuple[SyntheticRun, list[str]]:
-    """Return a run whose ranks write to the directories of their nodes, and those."""
+def written(where: Path, num_nodes: int, group: range, layers: int) -> tuple[SyntheticRun, list[str]]:
+    """Return a run of so many nodes, of which the ranks of these write to the directories of their nodes, and those."""
     pp = min(STAGES, num_nodes)
     run = SyntheticRun(
         where / "whole" / "run", pp=pp, dp=num_nodes // pp, tp=RANKS_PER_NODE, layers=layers, d_model=64, elements=8,
-        ranks_per_host=RANKS_PER_NODE,
+        ranks_per_host=RANKS_PER_NODE, ranks=ranks_of(group),
     )  # fmt: skip
     names = []
-    for number in range(num_nodes):
+    for number in group:
         names.append(f"node{number:04d}")
         (where / names[-1] / "run" / "spool").mkdir(parents=True)
     for folder in (where / "whole" / "run" / "spool").iterdir():
-        there = where / names[int(folder.name[1:6]) // RANKS_PER_NODE] / "run" / "spool" / folder.name
-        there.symlink_to(folder)
+        node = f"node{int(folder.name[1:6]) // RANKS_PER_NODE:04d}"
+        (where / node / "run" / "spool" / folder.name).symlink_to(folder)
     return run, names
 
 
-def fleet(said: Path, num_nodes: int, steps: int, layers: int, step_s: int, num_paced: int) -> dict[str, float]:
-    """Have ranks and nodes work, and what nodes say go into a file; returns what that took. In a process of its own."""
+def ranks_of(group: range) -> range:
+    """Return the ranks of these nodes."""
+    return range(group.start * RANKS_PER_NODE, group.stop * RANKS_PER_NODE)
+
+
+def fleet(
+    said: Path, num_nodes: int, first_node: int, steps: int, layers: int, step_s: int, num_paced: int
+) -> dict[str, float]:
+    """Have the ranks and nodes of a group work, and what nodes say go into a file; returns what that took. In a process of
+    its own."""
+    group = range(first_node, min(num_nodes, first_node + GROUP_NODES))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, said.open("wb") as file:
-        run, names = written(Path(name), num_nodes, layers)
+        run, names = written(Path(name), num_nodes, group, layers)
         nodes, spooled = Fleet(Path(name), names, file, num_paced), 0
         nodes.discover()
         nodes.ship(3 * BEAT_S)
@@ -162,14 +176,15 @@ def fleet(said: Path, num_nodes: int, steps: int, layers: int, step_s: int, num_
             # All is published with the first beat, and released by what is said in the two behind it.
             nodes.ship(1.0)
             for _ in range(1, step_s):
-                for rank in range(run.num_ranks):
+                for rank in ranks_of(group):
                     run.report(rank, Heartbeat(step=step, call_id=0, activity="train"), step)
                 nodes.ship(1.0)
             spooled += _spooled(run)
             _free_written(run)
         nodes.ship(1.0)
         return {
-            "rows": run.rows_per_step, "published": nodes.num_bytes, "spooled": spooled, "node_s": nodes.node_s,
+            "rows": sum(map(run.num_rows, ranks_of(group))), "published": nodes.num_bytes, "spooled": spooled,
+            "node_s": nodes.node_s,
         }  # fmt: skip
 
 
@@ -191,8 +206,8 @@ def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
             yield pickle.load(file)
 
 
-def join(said: Path, joined: Path, *, has_collector: bool) -> dict[str, Any]:
-    """Take in what a fleet said, and judge it; returns what that took. Called in a process of its own."""
+def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str, Any]:
+    """Take in what the groups of a fleet said, and judge it; returns what that took. Called in a process of its own."""
     now = [100.0]
     before = _bytes_now()
     joined.mkdir()
@@ -222,12 +237,16 @@ def join(said: Path, joined: Path, *, has_collector: bool) -> dict[str, Any]:
             step_turns.append(took)
 
     warm_s = 0.0
-    for at, is_beat, data in _read(said):
+    is_steady = False
+    for at, is_beat, data in heapq.merge(*map(_read, said), key=operator.itemgetter(0)):
         if at != now[0]:
             copies.release()
             now[0] = at
             turn()
+        if not data and is_steady:
+            continue
         if not data:
+            is_steady = True
             warm_s, began, turns_s, num_judged = time.process_time() - began, time.process_time(), 0.0, len(judged)
             step_turns.clear()
             continue
@@ -279,10 +298,12 @@ def measured(
     num_paced: as of `Fleet`. options: of the join's process.
     """
     with tempfile.TemporaryDirectory(dir=where) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
-        said = f"{name}/said"
-        numbers = (num_nodes, steps, layers, round(step_s), num_paced)
-        nodes = _in_its_own_process("--fleet", said, *map(str, numbers))
-        found = _in_its_own_process("--join", said, f"{joined}/joined", *options)
+        said, nodes = list[str](), Counter[str]()
+        for first in range(0, num_nodes, GROUP_NODES):
+            said.append(f"{name}/said{first}")
+            numbers = (num_nodes, first, steps, layers, round(step_s), num_paced)
+            nodes.update(_in_its_own_process("--fleet", said[-1], *map(str, numbers)))
+        found = _in_its_own_process("--join", f"{joined}/joined", *said, *options)
     ranks = num_nodes * RANKS_PER_NODE
     rows = nodes["rows"]
     steady = found["num_judged"]
@@ -307,16 +328,16 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=10.0)
     parser.add_argument("--said", type=Path, default=Path(tempfile.gettempdir()), help="where what nodes say is kept")
     parser.add_argument("--collector", action="store_true", help="leave cyclic garbage to the interpreter, as before")
-    parser.add_argument("--join", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--join", nargs="+", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--paced-as", type=int, default=0)
-    parser.add_argument("--fleet", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--fleet", nargs=7, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.fleet:
         said, *numbers = given.fleet
         sys.stdout.buffer.write(pickle.dumps(fleet(Path(said), *map(int, numbers))))
         return
     if given.join:
-        sys.stdout.buffer.write(pickle.dumps(join(*given.join, has_collector=given.collector)))
+        sys.stdout.buffer.write(pickle.dumps(join(given.join[1:], given.join[0], has_collector=given.collector)))
         return
     print(
         f"{'nodes':>6}{'ranks':>8}{'rows':>10}{'bytes':>8}{'node us':>10}{'intake ms':>10}{'warm s':>8}{'judge ms':>10}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -295,3 +295,19 @@ class SyntheticModel:
             position=np.array([origins[at][1] for at, _ in order], np.int64),
             module=modules,
         )
+
+
+class RankTables:
+    """What each rank observes, made when it is asked for: of a rank that others write nothing is."""
+
+    def __init__(self, model: SyntheticModel) -> None:
+        self._model, self._places = model, model.places()
+        self._made: dict[int, Table] = {}
+
+    def __getitem__(self, rank: int) -> Table:
+        if rank not in self._made:
+            self._made[rank] = self._model.table(self._places[rank])
+        return self._made[rank]
+
+    def __iter__(self) -> Iterator[Table]:
+        return (self[rank] for rank in range(len(self._places)))

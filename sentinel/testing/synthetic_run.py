@@ -18,7 +18,7 @@ from sentinel.place import Place
 from sentinel.record import Flag, Kind
 from sentinel.testing.clock import FakeClock
 from sentinel.testing.faults import Fault, LossJump
-from sentinel.testing.model import SyntheticModel, Table
+from sentinel.testing.model import RankTables, SyntheticModel, Table
 from sentinel.testing.values import SyntheticValues
 from sentinel.wire.frame import (
     FRAME_TYPES,
@@ -37,14 +37,19 @@ from sentinel.wire.spool_files import file_name
 
 
 class _Rank:
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, tables: RankTables, number: int) -> None:
+        self._tables, self._number = tables, number
         self.spool: SpoolWriter | None = None
         self.incarnation = b""
         self.is_dead = False
         self.held: list[tuple[int, bytes, int, int]] | None = None
         self.num_last = 0
         """Frames of the step written last."""
+
+    @property
+    def table(self) -> Table:
+        """What it observes."""
+        return self._tables[self._number]
 
 
 class SyntheticRun:
@@ -111,9 +116,9 @@ class SyntheticRun:
             black_box=black_box, first_step=first_step, seed=seed, schedule=schedule, vpp=vpp, shuffle=shuffle,
             ranks_per_host=ranks_per_host,
         )  # fmt: skip
-        tables = [self._model.table(place) for place in self._model.places()]
+        tables = RankTables(self._model)
         self._values = SyntheticValues(self._model, tables, elements=elements, seed=seed)
-        self._ranks = [_Rank(table) for table in tables]
+        self._ranks = [_Rank(tables, number) for number in range(self.num_ranks)]
         for rank in range(self.num_ranks) if ranks is None else ranks:
             self.start(rank)
 

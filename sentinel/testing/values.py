@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from sentinel.place import Place
 from sentinel.record import Kind
 from sentinel.testing.faults import BitFlip, BlowUp, Fault, LossJump, Nan
-from sentinel.testing.model import SyntheticModel, Table
+from sentinel.testing.model import RankTables, SyntheticModel, Table
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -19,7 +18,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 class SyntheticValues:
     """What a step's tensors hold; the same seed, step and faults make the same."""
 
-    def __init__(self, model: SyntheticModel, tables: Sequence[Table], *, elements: int, seed: int) -> None:
+    def __init__(self, model: SyntheticModel, tables: RankTables, *, elements: int, seed: int) -> None:
         """tables: of all ranks. elements: how many values are drawn for each row."""
         self.faults: list[Fault] = []
         self._model = model
