@@ -1,7 +1,7 @@
 """The fleet: rows a second from the spools of two nodes to their copies, beside the follower that reads them; and digests.
 
     python benchmarks/fleet.py [--steps 1000]
-    python benchmarks/fleet.py --digests [--steps 200]
+    python benchmarks/fleet.py --digests [--steps 200] [--layers 16 70]
 
 One process has both shippers and the join, and nats-server is another: with spools in memory all of it is computing. What is
 compared reads the same spools with the follower of the daemon, which also checks and decodes each frame; shipping does not.
@@ -43,10 +43,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=0, help="Default: 1000; of digests 200.")
+    parser.add_argument("--layers", type=int, nargs="+", default=[16], help="Of the model whose digests are made.")
     parser.add_argument("--digests", action="store_true")
     given = parser.parse_args()
     if given.digests:
-        digests(given.steps or 200)
+        for layers in given.layers:
+            digests(given.steps or 200, layers)
         return
     steps = given.steps or 1000
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
@@ -79,15 +81,15 @@ KINDS = {
 }
 
 
-def digests(steps: int) -> None:
+def digests(steps: int, layers: int) -> None:
     """Print what digests of one machine's 8 ranks take."""
     carried = Engine(load_pack()).row_kinds
-    print(f"{steps} steps of 8 ranks on one machine, 16 layers; carried: rows of {', '.join(sorted(carried))}")
+    print(f"{steps} steps of 8 ranks on one machine, {layers} layers; carried: rows of {', '.join(sorted(carried))}")
     print(f"{'layout':20}{'measured':40}{'rows a step':>12}{'digest':>9}{'without rows':>14}{'M rows/s of a core':>20}")
     for layout, sizes in LAYOUTS.items():
         for words, kinds in KINDS.items():
             with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-                run = SyntheticRun(Path(name) / "run", layers=16, d_model=64, elements=64, kinds=kinds, **sizes)
+                run = SyntheticRun(Path(name) / "run", layers=layers, d_model=64, elements=64, kinds=kinds, **sizes)
                 run.write(steps)
                 run.end()
                 num_bytes = sum(path.stat().st_size for path in run.directory.rglob("*.spool"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ class ObjectStore:
 
     def __init__(self, url: str, requests: list[Asked]) -> None:
         self.url, self.requests = url, requests
+        self.delay_s = 0.0
+        """How much later than it is had each answer goes."""
         self.client = boto3.client("s3", endpoint_url=url)
         self.client.create_bucket(Bucket="bucket")
 
@@ -59,9 +62,12 @@ def object_store() -> Iterator[ObjectStore]:
     """Yield a store that boto and s3fs find by the environment, until the block ends."""
     app = DomainDispatcherApplication(create_backend_app)
     requests: list[Asked] = []
+    stores: list[ObjectStore] = []
 
     def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         body = b"".join(app(environ, start))
+        for one in stores:
+            time.sleep(one.delay_s)
         requests.append(Asked(environ["REQUEST_METHOD"], environ["PATH_INFO"], len(body)))
         return [body]
 
@@ -76,7 +82,8 @@ def object_store() -> Iterator[ObjectStore]:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("NO_PROXY", "127.0.0.1")
         try:
-            yield ObjectStore(f"http://127.0.0.1:{port}", requests)
+            stores.append(ObjectStore(f"http://127.0.0.1:{port}", requests))
+            yield stores[0]
         finally:
             server.shutdown()
             server.server_close()
