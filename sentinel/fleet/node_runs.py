@@ -4,54 +4,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
 from sentinel.errors import StoreError
-from sentinel.fleet.node_digests import RunDigests
+from sentinel.fleet.node_run import NodeRun
+from sentinel.fleet.node_spool import RESEND_S, NodeSpool
 from sentinel.fleet.run_key import UNSIGNED
 from sentinel.fleet.sealed import (
     MAX_COMMANDS,
-    MAX_MESSAGE_BYTES,
     PLAIN_VERSION,
-    ROOM_BYTES,
-    THIN_VERSION,
     Answer,
     Beat,
     DigestPiece,
     FilePlace,
     Published,
     RowsPiece,
-    SpoolChunk,
-    SpoolHead,
     SpoolHeld,
 )
-from sentinel.fleet.spool_cursor import SpoolCursor, are_heartbeats, frames_of_rows, last_index, size_of, without_payloads
+from sentinel.fleet.spool_cursor import are_heartbeats
 from sentinel.ingest.arrivals import Arrivals
-from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
-from sentinel.wire.frame import MAX_FRAME_BYTES
-from sentinel.wire.pulse import read_pulse
-from sentinel.wire.spool import parse_incarnation_folder, read_ack, write_ack
-from sentinel.wire.spool_files import file_name, read_name, read_window
-from sentinel.wire.witness import MAX_BYTES as MAX_WITNESS_BYTES
-from sentinel.wire.witness import NAME as WITNESS
+from sentinel.wire.spool import parse_incarnation_folder
 
-CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
-THINNED_BYTES = 4 * 2**20
-"""Most bytes of a spool that one chunk without rows stands for, and of rows that are read at once."""
-MAX_UNSENT_BYTES = 64 * 2**20
-"""Most bytes of digests of a run that wait for a broker that did not take them; of others the join asks for the rows."""
-RESEND_S = 3.0
-"""What was published and is not held is published again after so long, where it is on its way no more: the stream was
-drained, or what was published after it has come."""
 EXPIRES_S = 30.0
 """An answer to a beat that was sent longer ago is not believed, where answers are signed."""
 BEAT_S = 0.25
@@ -71,55 +51,6 @@ SAID_S = 60.0
 MAX_NEXT_BYTES = 8 * 2**20
 MAX_SPOOLS = 512
 """Most spools of a run of which one beat speaks: those that wait first, then the newest."""
-
-
-class _Spool:
-    def __init__(self, folder: Path) -> None:
-        self.cursor = SpoolCursor(folder)
-        self.held: FilePlace | None = None
-        """Behind what the join holds; None: it has not said yet."""
-        self.moved = 0.0
-        """When `held` changed, or all was sent anew, monotonic seconds."""
-        self.turn = 0
-        """As of `SpoolChunk`."""
-        self.acked = (0, 0)
-        self.num_away = 0
-        """Frames behind `acked` whose rows the join has not got."""
-        self.is_passed_on = True
-        """As of `SpoolHeld`."""
-        self.witness_bytes = -1
-        self.refused = ""
-        self.waits_since: float | None = None
-        self.kept_since: float | None = None
-        """Since when nothing was published for want of digests; None: something was, or nothing is wanting."""
-
-    def go_back(self, held: FilePlace, now: float) -> None:
-        """Have all sent again that lies behind what the join holds."""
-        self.cursor.seek(held)
-        self.moved = now
-        self.turn += 1
-
-
-class _NodeRun:
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.spools: dict[str, _Spool] = {}
-        self.echo = ("", 0)
-        self.digests: RunDigests | None = None
-        """None: no join has said yet what it has judged, or none are made."""
-        self.unsent: deque[DigestPiece] = deque()
-        """Pieces of digests that could not be published, in their order."""
-        self.wanted: dict[AwayFrame, float] = {}
-        """Frame that the join asks for -> when it was sent last, monotonic seconds."""
-        self.owed: dict[AwayFrame, float] = {}
-        """The same of frames that the join is to have before this node ends."""
-        self.num_digests = 0
-        self.answered = 0
-        """The newest beat to which an answer was taken."""
-        self.refused: dict[str, float] = {}
-        """What was not believed, in words -> when last, monotonic seconds."""
-        self.beaten = -HEARTBEATS_S
-        """When heartbeats were published last, monotonic seconds."""
 
 
 class NodeRuns:
@@ -152,7 +83,7 @@ class NodeRuns:
         self._owed_at = -RESEND_S
         """When `send_rows` looked last, monotonic seconds."""
         self._clock, self._on_problem = clock, on_problem
-        self._runs: dict[str, _NodeRun] = {}
+        self._runs: dict[str, NodeRun] = {}
         self._told: set[str] = set()
         self._busy_until, self._asked_until = clock() + BUSY_S, 0.0
         self._pace_s = HEARTBEATS_S
@@ -173,12 +104,13 @@ class NodeRuns:
                 continue
             run = self._runs.get(name)
             if run is None:
-                run = self._runs[name] = _NodeRun(path)
+                arrivals = None if self._arrivals is None else functools.partial(self._arrivals, name)
+                run = self._runs[name] = NodeRun(path, self.node, self._kinds, arrivals, self._clock)
             folders = {one for one in _names(path / "spool") if parse_incarnation_folder(one) is not None}
             for folder in run.spools.keys() - folders:
                 del run.spools[folder]
             for folder in sorted(folders - run.spools.keys()):
-                run.spools[folder] = _Spool(path / "spool" / folder)
+                run.spools[folder] = NodeSpool(path / "spool" / folder)
 
     @property
     def pause_s(self) -> float:
@@ -186,7 +118,7 @@ class NodeRuns:
         now = self._clock()
         if now < self._asked_until:
             return ASKED_BEAT_S
-        if now < self._busy_until or any(run.wanted or not run.echo[0] for run in self._runs.values()):
+        if now < self._busy_until or any(run.is_waited_for for run in self._runs.values()):
             return BEAT_S
         return self._pace_s
 
@@ -198,9 +130,9 @@ class NodeRuns:
         than before they go anew, from what it has judged on.
         """
         num_bytes = 0
-        for name, run in self._runs.items():
+        for run in self._runs.values():
             beating, has_more, now = [], False, self._clock()
-            first: Iterable[DigestPiece | RowsPiece] = itertools.chain(self._digested(name, run), self._asked(name, run))
+            first: Iterable[DigestPiece | RowsPiece] = itertools.chain(run.digested(), run.asked())
             for one in first:
                 num_bytes, has_more, self._busy_until = num_bytes + len(one.data), True, now + BUSY_S
                 yield one
@@ -210,37 +142,26 @@ class NodeRuns:
                 if num_bytes > max_bytes:
                     return
                 begin = spool.cursor.place
-                chunk = self._chunk(name, folder, spool)
+                chunk = run.chunk(folder)
                 if chunk is None:
                     continue
                 # Those of copies have waited where they were written.
                 if self._arrivals is None and not chunk.size and are_heartbeats(chunk.data):
                     spool.cursor.seek(begin)
-                    beating.append((folder, spool))
+                    beating.append(folder)
                     continue
                 num_bytes, has_more, self._busy_until = num_bytes + len(chunk.data), True, now + BUSY_S
                 yield chunk
             if beating and (has_more or now - run.beaten >= self._pace_s):
                 run.beaten = now
-                for folder, spool in beating:
-                    if (chunk := self._chunk(name, folder, spool)) is not None:
+                for folder in beating:
+                    if (chunk := run.chunk(folder)) is not None:
                         yield chunk
 
     def take_back(self, published: Published) -> None:
-        """Have a chunk that could not be published read again, and all behind it, and a digest published again. For rows
-        the join asks again."""
-        if isinstance(published, DigestPiece) and (run := self._runs.get(published.run)) is not None:
-            run.unsent.append(published)
-            while sum(len(one.data) for one in run.unsent) > MAX_UNSENT_BYTES:
-                run.unsent.popleft()
-        spool = self._spool(published.run, published.folder) if isinstance(published, SpoolChunk) else None
-        if spool is None or not isinstance(published, SpoolChunk):
-            return
-        chunk = published
-        place = chunk.after if chunk.size or chunk.offset == 0 else FilePlace(chunk.file, chunk.offset)
-        now, then = spool.cursor.place, place
-        if (last_index(then.file), then.offset) <= (last_index(now.file), now.offset):
-            spool.cursor.seek(place)
+        """Have what could not be published go again: of a chunk all behind it too. For rows the join asks again."""
+        if (run := self._runs.get(published.run)) is not None:
+            run.take_back(published)
 
     def send_rows(self) -> None:
         """Have all rows sent that the join has not got and has not committed: this node ends, and cannot be asked then."""
@@ -249,10 +170,7 @@ class NodeRuns:
             return
         self._owed_at = now
         for run in self._runs.values():
-            for spool in run.spools.values():
-                if spool.num_away and not spool.refused:
-                    for frame in frames_of_rows(spool.cursor.folder, spool.acked):
-                        run.owed.setdefault(frame, now - RESEND_S)
+            run.owe_rows()
 
     @property
     def is_held(self) -> bool:
@@ -283,85 +201,14 @@ class NodeRuns:
         """Frames of rows that the join has not got, and not committed, as it said last."""
         return sum(spool.num_away for run in self._runs.values() for spool in run.spools.values() if not spool.refused)
 
-    def _chunk(self, name: str, folder: str, spool: _Spool) -> SpoolChunk | None:
-        begin = spool.cursor.place
-        most = self._most_bytes(name, folder, spool)
-        if most <= 0:
-            return None
-        piece = spool.cursor.next(min(most, CHUNK_BYTES if self._kinds is None else THINNED_BYTES))
-        data, away = (b"", ()) if piece is None else (piece.data, ()) if self._kinds is None else without_payloads(piece)
-        if len(data) + 16 * len(away) > CHUNK_BYTES:
-            # What is not rows is long: in smaller pieces.
-            spool.cursor.seek(begin)
-            piece, away = spool.cursor.next(min(most, CHUNK_BYTES)), ()
-            data = b"" if piece is None else piece.data
-        if piece is None:
-            return None
-        return SpoolChunk(
-            version=THIN_VERSION if away else PLAIN_VERSION, node=self.node, run=name, folder=folder, file=piece.file,
-            offset=piece.offset, after=piece.after, size=piece.size, data=data, away=away, turn=spool.turn,
-        )  # fmt: skip
-
-    def _most_bytes(self, name: str, folder: str, spool: _Spool) -> int:
-        """Return how many bytes may be published next: of steps whose digests were made, while there are more to make.
-
-        The join asks for the rows of a step that ends before its digest comes: of a backlog it did for nearly every one.
-        """
-        digests, place = self._runs[name].digests, spool.cursor.place
-        until = digests.read_until(folder) if digests is not None else None
-        index = last_index(place.file)
-        if until is None or until[0] > index + 1:
-            most = THINNED_BYTES
-        elif until[0] == index:
-            most = until[1] - place.offset
-        else:
-            is_over = not place.file or size_of(spool.cursor.folder / place.file) <= place.offset
-            most = until[1] if is_over and until[0] > index else 0 if until[0] < index else THINNED_BYTES
-        now = self._clock()
-        spool.kept_since = None if most > 0 else now if spool.kept_since is None else spool.kept_since
-        # A spool that cannot be read for digests is published all the same.
-        return most if spool.kept_since is None or now - spool.kept_since < RESEND_S else THINNED_BYTES
-
-    def _digested(self, name: str, run: _NodeRun) -> Iterator[DigestPiece]:
-        while run.unsent:
-            yield run.unsent.popleft()
-        for data in run.digests.next() if run.digests is not None else ():
-            run.num_digests += 1
-            cuts = range(0, len(data), CHUNK_BYTES)
-            for part, at in enumerate(cuts):
-                yield DigestPiece(
-                    version=THIN_VERSION, node=self.node, run=name, number=run.num_digests, part=part, num_parts=len(cuts),
-                    data=data[at : at + CHUNK_BYTES],
-                )  # fmt: skip
-
-    def _asked(self, name: str, run: _NodeRun) -> Iterator[RowsPiece]:
-        """Yield the rows that were asked for, unless they are on their way."""
-        now, num_bytes = self._clock(), 0
-        for sent_at, frame in [(asked, one) for asked in (run.wanted, run.owed) for one in asked]:
-            spool = run.spools.get(frame.folder)
-            if spool is None or now - sent_at[frame] < RESEND_S or num_bytes > THINNED_BYTES:
-                continue
-            sent_at[frame] = now
-            found = read_window(spool.cursor.folder / file_name(frame.file_index), frame.offset, frame.num_bytes)
-            data = b"" if found is None or len(found[0]) < frame.num_bytes else found[0]
-            if not data and self._arrivals is not None and _is_behind(spool.cursor.head()[1], frame):
-                sent_at[frame] = now - RESEND_S  # Not here yet.
-                continue
-            num_bytes += len(data)
-            for at in range(0, max(len(data), 1), CHUNK_BYTES):
-                yield RowsPiece(
-                    version=THIN_VERSION, node=self.node, run=name, folder=frame.folder, file_index=frame.file_index,
-                    offset=frame.offset, num_bytes=len(data), at=at, data=data[at : at + CHUNK_BYTES],
-                )  # fmt: skip
-
     def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:
         """Yield what is to be said of each run."""
         now = self._clock()
         for name, run in self._runs.items():
             echo = run.echo
-            heads = {folder: self._head(spool, now) for folder, spool in run.spools.items()}
+            heads = {folder: spool.head(now) for folder, spool in run.spools.items()}
             if len(heads) > MAX_SPOOLS:
-                by_need = sorted(heads, key=lambda one: (heads[one].waiting_bytes == 0, -_mtime(run.spools[one])))
+                by_need = sorted(heads, key=lambda one: (heads[one].waiting_bytes == 0, -run.spools[one].mtime))
                 heads = {one: heads[one] for one in by_need[:MAX_SPOOLS]}
             names = sorted(one for one in _names(run.run_dir / "control") if COMMAND_FILE.fullmatch(one))
             self._num_beats += 1
@@ -393,15 +240,9 @@ class NodeRuns:
         is_new_join = answer.join != run.echo[0]
         run.echo = (answer.join, answer.stamp)
         self._pace_s = min(max(answer.pace_s, HEARTBEATS_S), MAX_PACE_S)
-        now = self._clock()
-        if self._kinds is not None:
-            self._asked_until = now + ASKED_S if answer.wanted else self._asked_until
-            run.wanted = {
-                frame: run.wanted.get(frame, now - RESEND_S)
-                for frame in answer.wanted
-                if frame.folder in run.spools and 0 < frame.num_bytes <= MAX_FRAME_BYTES and frame.offset >= 0
-            }
-        is_lost = False
+        now, is_lost = self._clock(), False
+        self._asked_until = now + ASKED_S if answer.wanted else self._asked_until
+        run.want(answer.wanted)
         for folder, said in answer.spools.items():
             spool = run.spools.get(folder)
             if spool is None:
@@ -410,31 +251,15 @@ class NodeRuns:
                 spool.refused = said.refused
                 self._tell(said.refused)
                 continue
-            spool.refused = ""
-            spool.witness_bytes = said.witness_bytes
-            if spool.held is None or is_new_join:
-                spool.go_back(said.held, now)
-            elif spool.held != said.held or spool.cursor.place == said.held:
-                spool.moved = now
-            elif now - spool.moved > RESEND_S and ((answer.is_drained and not said.is_waiting) or said.gap == spool.turn):
-                spool.go_back(said.held, now)
-                is_lost = True
-            spool.held = said.held
-            spool.num_away, spool.is_passed_on = said.num_away, said.is_passed_on
-            self._commit(spool, said.acked)
-        if self._kinds is not None and (is_new_join or is_lost):
-            self._digest_anew(run, {folder: said.acked for folder, said in answer.spools.items()})
+            is_lost |= spool.take(said, now, is_new_join=is_new_join, is_drained=answer.is_drained)
+            if why := spool.commit(said.acked, is_copy=self._arrivals is not None):
+                self._tell(why)
+        if is_new_join or is_lost:
+            run.digest_anew({folder: said.acked for folder, said in answer.spools.items()})
         for name, data in answer.commands.items():
             self._obey(run, name, data)
 
-    def _digest_anew(self, run: _NodeRun, committed: Mapping[str, tuple[int, int]]) -> None:
-        """Make digests from what the join has judged on: another join has none of ours, the stream may have lost some."""
-        assert self._kinds is not None
-        run.unsent.clear()
-        arrivals = functools.partial(self._arrivals or _unknown, run.run_dir.name)
-        run.digests = RunDigests(run.run_dir, self._kinds, arrivals, committed)
-
-    def _disbelief(self, run: _NodeRun, answer: Answer, has_signature: bool) -> str:
+    def _disbelief(self, run: NodeRun, answer: Answer, has_signature: bool) -> str:
         """Return why an answer is not believed; empty: it is. No clock but ours has a say."""
         session, number = answer.to
         if not has_signature:
@@ -451,45 +276,13 @@ class NodeRuns:
     def num_waiting_bytes(self) -> int:
         """Bytes of all spools that the join does not hold."""
         return sum(
-            self._head(spool, self._clock()).waiting_bytes
+            spool.head(self._clock()).waiting_bytes
             for run in self._runs.values()
             for spool in run.spools.values()
             if not spool.refused
         )
 
-    def _spool(self, run: str, folder: str) -> _Spool | None:
-        known = self._runs.get(run)
-        return None if known is None else known.spools.get(folder)
-
-    def _head(self, spool: _Spool, now: float) -> SpoolHead:
-        first, head, waiting = SpoolCursor(spool.cursor.folder, spool.held or FilePlace()).head()
-        spool.waits_since = None if waiting == 0 else now if spool.waits_since is None else spool.waits_since
-        witness = _witness(spool.cursor.folder)
-        return SpoolHead(
-            first=first, head=head, sent=spool.cursor.place, waiting_bytes=waiting,
-            waiting_s=0.0 if spool.waits_since is None else now - spool.waits_since,
-            acked=read_ack(spool.cursor.folder), pulse_ns=read_pulse(spool.cursor.folder),
-            witness=b"" if len(witness) == spool.witness_bytes else witness,
-        )  # fmt: skip
-
-    def _commit(self, spool: _Spool, acked: tuple[int, int]) -> None:
-        """Write down what the join has committed: the trainer deletes by it. Never more than this spool has; a copy may yet
-        have less.
-        """
-        if acked <= spool.acked or acked <= read_ack(spool.cursor.folder):
-            spool.acked = max(spool.acked, acked) if acked <= spool.acked else acked
-            return
-        head = spool.cursor.head()[1]
-        if self._arrivals is None and acked > (last_index(head.file), head.offset):
-            self._tell(f"{spool.cursor.folder}: the join commits {acked}, and this spool ends at {head}; it is not believed")
-            return
-        try:
-            write_ack(spool.cursor.folder, *acked)
-            spool.acked = acked
-        except OSError as error:
-            self._tell(f"{spool.cursor.folder}: cannot be acknowledged: {error.strerror or error}")
-
-    def _obey(self, run: _NodeRun, name: str, data: bytes) -> None:
+    def _obey(self, run: NodeRun, name: str, data: bytes) -> None:
         if COMMAND_FILE.fullmatch(name) is None:
             self._tell(f"run {run.run_dir.name}: expected the name of a command, got {printable(name[:64])!r}")
             return
@@ -502,36 +295,6 @@ class NodeRuns:
         if problem not in self._told and len(self._told) < 1000:
             self._told.add(problem)
             self._on_problem(problem)
-
-
-def _is_behind(head: FilePlace, frame: AwayFrame) -> bool:
-    """Return whether a spool that ends there lacks a frame for it has not come yet. What was thinned comes no more."""
-    of_head = (last_index(head.file), head.offset if isinstance(read_name(head.file), int) else math.inf)
-    return of_head < (frame.file_index, frame.offset + frame.num_bytes)
-
-
-def _unknown(run: str) -> Arrivals:
-    return Arrivals()
-
-
-def _witness(folder: Path) -> bytes:
-    try:
-        fd = os.open(folder / WITNESS, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    try:
-        return os.read(fd, MAX_WITNESS_BYTES)
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
-
-
-def _mtime(spool: _Spool) -> float:
-    try:
-        return spool.cursor.folder.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _names(folder: Path) -> list[str]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sentinel.fleet.node_spool import RESEND_S
 
 from sentinel.errors import StoreError, WireError
-from sentinel.fleet import fetched_rows, node_runs
-from sentinel.fleet.node_runs import RESEND_S, NodeRuns
+from sentinel.fleet import fetched_rows, node_run
+from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
     DigestPiece,
@@ -175,7 +176,7 @@ def test_of_what_no_broker_takes_so_much_is_kept(thin: ThinFleet, monkeypatch: p
     node = thin.nodes["n0"]
     thin.run.write(6)
     lost = [one for one in node.next() if isinstance(one, DigestPiece)]
-    monkeypatch.setattr(node_runs, "MAX_UNSENT_BYTES", sum(len(one.data) for one in lost[2:]))
+    monkeypatch.setattr(node_run, "MAX_UNSENT_BYTES", sum(len(one.data) for one in lost[2:]))
     for one in lost:
         node.take_back(one)
     assert digested(list(node.next())) == [5, 6, 7, 8]

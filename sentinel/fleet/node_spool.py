@@ -1,0 +1,121 @@
+"""NodeSpool: one spool of a machine as its shipper knows it: how far it is published, held and committed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sentinel.fleet.sealed import FilePlace, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.spool_cursor import SpoolCursor, last_index
+from sentinel.wire.pulse import read_pulse
+from sentinel.wire.spool import read_ack, write_ack
+from sentinel.wire.witness import MAX_BYTES as MAX_WITNESS_BYTES
+from sentinel.wire.witness import NAME as WITNESS
+
+RESEND_S = 3.0
+"""What was published and is not held is published again after so long, where it is on its way no more: the stream was
+drained, or what was published after it has come."""
+
+
+class NodeSpool:
+    """Moments are monotonic seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cursor = SpoolCursor(folder)
+        self.held: FilePlace | None = None
+        """Behind what the join holds; None: it has not said yet."""
+        self.turn = 0
+        """As of `SpoolChunk`."""
+        self.acked = (0, 0)
+        """(file index, offset) behind what the join has committed."""
+        self.num_away = 0
+        """Frames behind `acked` whose rows the join has not got."""
+        self.is_passed_on = True
+        """As of `SpoolHeld`."""
+        self.refused = ""
+        """Why the join takes nothing of it; empty: it does."""
+        self.kept_since: float | None = None
+        """Since when nothing was published for want of digests; None: something was, or nothing is wanting."""
+        self._moved = 0.0
+        """When `held` changed, or all was sent anew."""
+        self._witness_bytes = -1
+        self._waits_since: float | None = None
+
+    @property
+    def mtime(self) -> float:
+        """When anything in its folder was made or deleted last, seconds since the epoch; 0: not known."""
+        try:
+            return self.cursor.folder.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def head(self, now: float) -> SpoolHead:
+        """Return what is to be said of it."""
+        first, head, waiting = SpoolCursor(self.cursor.folder, self.held or FilePlace()).head()
+        self._waits_since = None if waiting == 0 else now if self._waits_since is None else self._waits_since
+        witness = _witness(self.cursor.folder)
+        return SpoolHead(
+            first=first, head=head, sent=self.cursor.place, waiting_bytes=waiting,
+            waiting_s=0.0 if self._waits_since is None else now - self._waits_since,
+            acked=read_ack(self.cursor.folder), pulse_ns=read_pulse(self.cursor.folder),
+            witness=b"" if len(witness) == self._witness_bytes else witness,
+        )  # fmt: skip
+
+    def take(self, said: SpoolHeld, now: float, *, is_new_join: bool, is_drained: bool) -> bool:
+        """Go by what the join holds; return whether something that was published is lost, and goes again."""
+        self.refused = ""
+        self._witness_bytes = said.witness_bytes
+        is_lost = False
+        if self.held is None or is_new_join:
+            self._go_back(said.held, now)
+        elif self.held != said.held or self.cursor.place == said.held:
+            self._moved = now
+        elif now - self._moved > RESEND_S and ((is_drained and not said.is_waiting) or said.gap == self.turn):
+            self._go_back(said.held, now)
+            is_lost = True
+        self.held = said.held
+        self.num_away, self.is_passed_on = said.num_away, said.is_passed_on
+        return is_lost
+
+    def _go_back(self, held: FilePlace, now: float) -> None:
+        self.cursor.seek(held)
+        self._moved = now
+        self.turn += 1
+
+    def take_back(self, chunk: SpoolChunk) -> None:
+        """Have a chunk that could not be published read again, and all behind it."""
+        place = chunk.after if chunk.size or chunk.offset == 0 else FilePlace(chunk.file, chunk.offset)
+        now = self.cursor.place
+        if (last_index(place.file), place.offset) <= (last_index(now.file), now.offset):
+            self.cursor.seek(place)
+
+    def commit(self, acked: tuple[int, int], *, is_copy: bool) -> str:
+        """Write down what the join has committed, for the trainer deletes by it; return why not, empty: it was.
+
+        Never more than this spool has; a copy may yet have less.
+        """
+        if acked <= self.acked or acked <= read_ack(self.cursor.folder):
+            self.acked = max(self.acked, acked)
+            return ""
+        head = self.cursor.head()[1]
+        if not is_copy and acked > (last_index(head.file), head.offset):
+            return f"{self.cursor.folder}: the join commits {acked}, and this spool ends at {head}; it is not believed"
+        try:
+            write_ack(self.cursor.folder, *acked)
+            self.acked = acked
+        except OSError as error:
+            return f"{self.cursor.folder}: cannot be acknowledged: {error.strerror or error}"
+        return ""
+
+
+def _witness(folder: Path) -> bytes:
+    try:
+        fd = os.open(folder / WITNESS, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, MAX_WITNESS_BYTES)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
