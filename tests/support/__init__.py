@@ -30,11 +30,12 @@
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
 | have a broker that may be killed and lose its messages | `nats_broker`: `NatsBroker`, and `NatsCluster` of three |
+| act there as one of its users, and hear what is refused | `broker_acts`: `act_as`, `until_refused` |
 | have servers and their clients parted, one way or wholly | `partitions`: `ProxiedCluster`, `NamespacedCluster` |
 | have a disk that gets full | `small_disk`: `SmallDisk`, for root alone |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |
 | have those of a run on a cluster, and compare what came of it | `watched_run`: `WatchedRun` |
-| have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet`, `DigestedFleet` |
+| have one live through a schedule of faults | `fleet_faults`: `RecordedFleet`, `FaultyFleet`, `DigestedFleet` |
 | have one with workers live through one | `relayed_faults`: `RelayedFleet` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
