@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from sentinel.cli.fleet import fleet
+from sentinel.cli.join import join
 from sentinel.cli.main import run_cli
+from sentinel.cli.node import node
+from sentinel.cli.ship import ship
+from sentinel.cli.worker import worker
 from sentinel.fleet.broker_users import user_of
 from sentinel.fleet.users_conf import users_in
+
+SERVER = ("--server", "nats://127.0.0.1:9")
 
 
 def test_logins_of_a_run_are_written_beside_those_of_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,3 +72,27 @@ def test_a_run_has_no_join_of_its_own(capsys: pytest.CaptureFixture[str]) -> Non
     assert run_cli(["fleet", "rights", "join", "--run", "A"]) != 0
 
     assert "join: expected a node where a run is named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["ship", "node", "worker", "join", "fleet status"])
+def test_each_verb_that_speaks_with_the_broker_takes_credentials(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = {"ship": ship, "node": node, "worker": worker, "join": join, "fleet status": fleet.commands["status"]}[verb]
+    where = [] if verb == "fleet status" else [str(tmp_path)]
+    assert {"--login", "--creds"} <= {word for one in command.params for word in one.opts}
+
+    assert run_cli([*verb.split(), *where, *SERVER, "--login", "a", "--creds", "b"]) != 0
+    assert "--login and --creds: expected one or none, got both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["fleet status", "join"])
+def test_credentials_that_are_none_are_said(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    creds = tmp_path / "creds"
+    creds.write_text("none")
+    creds.chmod(0o600)
+
+    where = [] if verb == "fleet status" else [str(tmp_path)]
+    assert run_cli([*verb.split(), *where, *SERVER, "--creds", str(creds)]) == 2
+
+    assert f"{creds}: expected a user's JWT and the seed of its nkey" in capsys.readouterr().err
