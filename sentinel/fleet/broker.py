@@ -115,20 +115,20 @@ def error_words(error: Exception) -> str:
     return getattr(error, "description", None) or str(error) or type(error).__name__
 
 
-def nats_client() -> Any:
-    """Return the library's client, not connected; ConfigError: it is not installed."""
+def nats_client(tls: Callable[[], ssl.SSLContext | None] = lambda: None) -> Any:
+    """Return the library's client, not connected; ConfigError: it is not installed. tls: as of `BrokerClient`."""
     try:
         from sentinel.fleet.broker_client import BrokerClient
     except ImportError as error:
         raise ConfigError('a fleet needs the NATS client: pip install "sentinel[fleet]" (nats-py)') from error
-    return BrokerClient()
+    return BrokerClient(tls)
 
 
 async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Awaitable[None]] | None = None) -> Client:
     """Return a connection, which is made again whenever it is lost; waits until there is one. on_connected: called each
     time it was made again.
     """
-    client: Client = nats_client()
+    client: Client = nats_client(config.tls)
     said = set[str]()
 
     async def note(error: Exception) -> None:

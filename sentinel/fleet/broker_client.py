@@ -1,6 +1,10 @@
-"""BrokerClient: the client of NATS, which a server that lets its user in no more does not end for good."""
+"""BrokerClient: the client of NATS, for which credentials and certificates may be changed while it goes on."""
 
 from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from typing import Any
 
 from nats.aio.client import Client
 from nats.errors import Error
@@ -12,6 +16,16 @@ revoked, or a configuration that it read again knows them no more. After a refus
 
 class BrokerClient(Client):
     """Connects anew, with the credentials of then, where the library's closes: rotated ones were never read."""
+
+    def __init__(self, tls: Callable[[], ssl.SSLContext | None] = lambda: None) -> None:
+        """tls: asked before each try how the server is known; None: as before. What it raises is said, and ends that try."""
+        super().__init__()
+        self._tls = tls
+
+    async def _connect_to_server(self, s: Any) -> None:
+        if (context := self._tls()) is not None:
+            self.options["tls"] = context
+        await super()._connect_to_server(s)
 
     async def _process_err(self, err_msg: str) -> None:
         if any(word in err_msg.lower() for word in AUTHORITY_WORDS):

@@ -18,7 +18,8 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_st
 from sentinel.fleet.broker_users import BrokerUser, node_user, user_of, write_users
 from sentinel.fleet.overheard import overhear
 
-from ..support.broker_acts import act_as, until_refused
+from ..support.broker_acts import Act, act_as, until_refused
+from ..support.certificates import write_pair
 from ..support.fleet_parts import Join, Shipper, assert_same_results, bytes_of, recorded_run, split
 from ..support.nats_broker import NatsBroker
 from ..support.nats_operator import NatsOperator
@@ -229,15 +230,24 @@ def test_in_one_account_for_all_an_acknowledgement_may_be_asked_for_elsewhere(
         await ensure_streams(client.jetstream(), STREAM_BYTES >> 8)
         await client.jetstream().publish(subjects.LEASE, b"record")
 
-    async def ask(client: Client, refused: list[str]) -> None:
-        await client.publish(subjects.raw("A", "node-1"), b"mine", reply=subjects.LEASE)
-        assert (await client.jetstream().publish(subjects.raw("A", "node-1"), b"last", timeout=60.0)).seq == 2
+    def ask(elsewhere: str) -> Act:
+        async def act(client: Client, refused: list[str]) -> None:
+            await client.publish(subjects.raw("A", "node-1"), b"mine", reply=elsewhere)
+            assert (await client.jetstream().publish(subjects.raw("A", "node-1"), b"last", timeout=60.0)).seq
 
-    async def look(client: Client, refused: list[str]) -> None:
-        assert (await client.jetstream().stream_info(subjects.LEASES)).state.messages == 2
+        return act
+
+    def find(num_records: int) -> Act:
+        async def act(client: Client, refused: list[str]) -> None:
+            async with asyncio.timeout(60.0):
+                while (await client.jetstream().stream_info(subjects.LEASES)).state.messages != num_records:
+                    await asyncio.sleep(0.02)
+
+        return act
 
     # What the pages say of permissions without accounts. A server that refuses it is better, and they are to say so.
-    for user, act in ((join, fill), (node, ask), (join, look)):
+    purge = f"$JS.API.STREAM.PURGE.{subjects.LEASES}"
+    for user, act in ((join, fill), (node, ask(subjects.LEASE)), (join, find(2)), (node, ask(purge)), (join, find(0))):
         assert not act_as(access(operated, user), act)
 
 
@@ -291,6 +301,32 @@ def test_credentials_are_read_anew_at_each_connection(
     assert not act_as(access(operated, join), make)
     asyncio.run(rotate())
     assert "authentication expired" in caplog.text.lower()
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_certificates_are_read_anew_at_each_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Signed by itself, it is what the server is known by, and what either shows the other.
+    certificate, key = write_pair(tmp_path)
+    both = f'cert_file: "{certificate}", key_file: "{key}", ca_file: "{certificate}", verify: true'
+
+    async def go_on(broker: NatsBroker) -> None:
+        server = broker.url.replace("nats:", "tls:")
+        files = BrokerConfig(server=server, ca_file=str(certificate), cert_file=str(certificate), key_file=str(key))
+        client = await connect(files, "test")
+        broker.kill()
+        write_pair(tmp_path)
+        broker.start()
+        certificate.rename(tmp_path / "away")
+        async with asyncio.timeout(60.0):
+            while "--tls-ca, --client-cert, --client-key: expected files in PEM" not in caplog.text:
+                await asyncio.sleep(0.02)
+        (tmp_path / "away").rename(certificate)
+        await until_connected_again(client, 1)
+        await client.close()
+
+    with NatsBroker(tmp_path / "broker", f"tls {{ {both} }}") as broker:
+        asyncio.run(go_on(broker))
 
 
 @pytest.mark.server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, ensure_streams
 from sentinel.fleet.broker_users import node_user, user_name, user_of
 from sentinel.fleet.users_conf import let_in, users_in
 
-from ..support.broker_acts import act_as, until_refused
+from ..support.broker_acts import Act, act_as, until_refused
 from ..support.fleet_parts import Join, Shipper, assert_same_results, bytes_of, recorded_run, split
 from ..support.nats_broker import NatsBroker
 from ..support.waiting import wait_for
@@ -88,7 +87,7 @@ def test_a_login_of_a_run_speaks_of_that_run_alone(tmp_path: Path) -> None:
     async def make(client: Client, refused: list[str]) -> None:
         await ensure_streams(client.jetstream(), STREAM_BYTES >> 8)
 
-    def publish(node: str) -> Callable[[Client, list[str]], Awaitable[None]]:
+    def publish(node: str) -> Act:
         async def act(client: Client, refused: list[str]) -> None:
             assert (await client.jetstream().publish(subjects.raw("A", node), b"mine", timeout=60.0)).seq
             await client.subscribe(subjects.answer("A", node))
@@ -104,7 +103,7 @@ def test_a_login_of_a_run_speaks_of_that_run_alone(tmp_path: Path) -> None:
 
         return act
 
-    def publish_any(node: str) -> Callable[[Client, list[str]], Awaitable[None]]:
+    def publish_any(node: str) -> Act:
         async def act(client: Client, refused: list[str]) -> None:
             for run in ("A", "B", "C"):
                 assert (await client.jetstream().publish(subjects.raw(run, node), b"mine", timeout=60.0)).seq

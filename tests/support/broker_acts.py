@@ -9,10 +9,11 @@ from nats.aio.client import Client
 
 from sentinel.fleet.broker import BrokerConfig, connect
 
+Act = Callable[[Client, list[str]], Awaitable[None]]
+"""Given a connection, and the list to which the server's refusals come."""
 
-def act_as(
-    access: BrokerConfig, act: Callable[[Client, list[str]], Awaitable[None]], *, within_s: float = 60.0
-) -> list[str]:
+
+def act_as(access: BrokerConfig, act: Act, *, within_s: float = 60.0) -> list[str]:
     """Act as a user of a broker; returns what the server refused, in its own words.
 
     within_s: TimeoutError where the server has not let the user in after so long.
