@@ -27,11 +27,17 @@ def broker_options(command: Command) -> Command:
         ),
         click.option("--client-key", default="", metavar="FILE", help="Its private key (PEM)."),
         click.option("--login", default="", metavar="FILE", help="File of two lines, user and password, mode 0600."),
-    ]
+        click.option(
+            "--creds", default="", metavar="FILE",
+            help="Credentials (JWT and nkey seed) of a server in operator mode, mode 0600; in place of --login.",
+        ),
+    ]  # fmt: skip
 
     @functools.wraps(command)
-    def call(server: str, tls_ca: str, client_cert: str, client_key: str, login: str, **others: Any) -> Any:
-        broker = BrokerConfig(server=server, ca_file=tls_ca, cert_file=client_cert, key_file=client_key, login_file=login)
+    def call(server: str, tls_ca: str, client_cert: str, client_key: str, login: str, creds: str, **others: Any) -> Any:
+        broker = BrokerConfig(
+            server=server, ca_file=tls_ca, cert_file=client_cert, key_file=client_key, login_file=login, creds_file=creds
+        )
         return command(broker=broker, **others)
 
     for option in reversed(options):

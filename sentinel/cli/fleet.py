@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import click
@@ -13,11 +12,12 @@ from sentinel.cli.broker_options import broker_options
 from sentinel.cli.fleet_up import up
 from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import BrokerConfig
-from sentinel.fleet.broker_users import write_users
+from sentinel.fleet.broker_users import RUN_CREDENTIALS, nsc_command, user_of
 from sentinel.fleet.overheard import NodeStatus, overhear
 from sentinel.fleet.sealed import WorkerReport
+from sentinel.fleet.users_conf import CREDENTIALS, let_in
+from sentinel.fleet.users_conf import NAME as USERS_CONF
 from sentinel.printable import printable
-from sentinel.private_files import create_file
 
 
 @click.group()
@@ -30,22 +30,53 @@ fleet.add_command(up)
 
 @fleet.command()
 @click.argument("directory", metavar="DIR")
-@click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
-def users(directory: str, nodes: tuple[str, ...]) -> None:
+@click.argument("nodes", metavar="NODE...", nargs=-1)
+@click.option("--run", metavar="RUN", help="Logins that may speak of this run alone, by its name. Default: of any.")
+def users(directory: str, nodes: tuple[str, ...], run: str | None) -> None:
     """Write a login for each NODE, for joins, workers and `fleet status` into DIR/credentials, and DIR/users.conf.
 
     A nats-server that includes users.conf lets in these users alone, and each node publishes as itself alone. Logins that
-    are there keep their passwords, so that nodes can be added; a node that is not named any more is let in no more.
+    are there keep their passwords, so that nodes can be added; a node that is not named any more is let in no more. With
+    --run that is so of this run: its logins are DIR/run-credentials/NODE@RUN, none where no NODE is named; those of other
+    runs, and of any, stay as they are.
     """
+    if not nodes and run is None:
+        raise ConfigError("fleet users: expected a NODE, got none; name each that is to be let in")
     where = Path(directory).absolute()
     try:
-        known = write_users(where / "credentials", nodes)
-        with os.fdopen(create_file(where / "users.conf", os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w") as file:
-            file.write(known)
+        let_in(where, nodes, run)
     except OSError as error:
         raise ConfigError(f"{where}: expected a directory that we may write, got: {error.strerror or error}") from error
-    click.echo(f"{where}/users.conf: include it in nats.conf; have a running server read it: nats-server --signal reload")
-    click.echo(f"{where}/credentials: hand each node its own file alone, mode 0600, for --login")
+    folder = where / (CREDENTIALS if run is None else RUN_CREDENTIALS)
+    click.echo(f"{where / USERS_CONF}: include it in nats.conf; have a running server read it: nats-server --signal reload")
+    click.echo(f"{folder}: hand each node its own file alone, mode 0600, for --login")
+
+
+@fleet.command()
+@click.argument("user", metavar="NODE|join|worker|status")
+@click.option("--run", metavar="RUN", help="Rights to speak of this run alone, by its name. Default: of any.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(("text", "json", "nsc")),
+    default="text",
+    show_default=True,
+    help="How they are printed.",
+)
+def rights(user: str, run: str | None, form: str) -> None:
+    """Print which subjects a user of the broker needs, for a server whose users `fleet users` does not write.
+
+    nsc: as the command by which the user of a server in operator mode is made. The name is a part of it, for the inbox is
+    that of the name.
+    """
+    found = user_of(user, run)
+    if form != "text":
+        click.echo(nsc_command(found) if form == "nsc" else msgspec.json.encode(found).decode())
+        return
+    click.echo(f"user {printable(found.name)}")
+    for verb, names in (("publish", found.publish), ("subscribe", found.subscribe)):
+        for one in names:
+            click.echo(f"{verb} {one}")
 
 
 @fleet.command()

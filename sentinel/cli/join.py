@@ -90,6 +90,7 @@ def join(
         raise ConfigError(f"{where}: expected a directory of runs, got a run; copies of runs are made in DIRECTORY/NAME")
     make_directory(where)
     nats_client()
+    broker.check()
     read = functools.partial(read_config, config_file, None, None)
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"

@@ -8,22 +8,24 @@ import random
 import re
 import socket
 import ssl
-import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from sentinel.errors import ConfigError
+from sentinel.fleet.broker_credentials import Login, NkeyCredentials, read_credentials, read_login
 from sentinel.fleet.join_lease import MAX_RECORDS
 from sentinel.fleet.subjects import FRAMES, FRAMES_STREAM, LEASE, LEASES, PARTITIONS, PARTITIONS_STREAM, RAW, STREAM, inbox
+from sentinel.printable import printable
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js.client import JetStreamContext
 
 log = logging.getLogger("sentinel.fleet")
+Whom = TypeVar("Whom", Login, NkeyCredentials)
 
 RECONNECT_S = 0.5
 LEAVE_S = 10.0
@@ -49,6 +51,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_file: str = ""
     login_file: str = ""
     """File of two lines, user and password, that only its owner may read."""
+    creds_file: str = ""
+    """File of a user's JWT and the seed of its nkey, where the server goes by those of an operator; in place of a login."""
 
     def __post_init__(self) -> None:
         for one in self.servers:
@@ -56,6 +60,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f'--server: expected nats://HOST:PORT or tls://HOST:PORT, got "{without_password(one)}"')
         if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError("--client-cert and --client-key: expected both or none, got one")
+        if self.login_file and self.creds_file:
+            raise ConfigError("--login and --creds: expected one or none, got both; which it is depends on the server")
 
     @property
     def servers(self) -> list[str]:
@@ -67,22 +73,19 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The addresses as they may be printed."""
         return ", ".join(map(without_password, self.servers))
 
-    def login(self) -> tuple[str, str] | None:
-        """Return (user, password) as the file has them now; None: there is no file. ConfigError."""
-        if not self.login_file:
-            return None
-        path = Path(self.login_file)
-        try:
-            mode, lines = path.stat().st_mode, path.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: expected two lines, user and password, got: {error}") from error
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(
-                f"{path}: expected a file that only its owner may read, got mode {stat.S_IMODE(mode):04o}; chmod 600"
-            )
-        if len(lines) < 2 or not lines[0]:
-            raise ConfigError(f"{path}: expected two lines, user and password, got {len(lines)}")
-        return lines[0], lines[1]
+    def login(self) -> Login | None:
+        """Return the login as its file has it now; None: there is no file. ConfigError."""
+        return read_login(Path(self.login_file)) if self.login_file else None
+
+    def credentials(self) -> NkeyCredentials | None:
+        """Return the credentials as their file has them now; None: there is no file. ConfigError."""
+        return read_credentials(Path(self.creds_file)) if self.creds_file else None
+
+    def check(self) -> None:
+        """Raise ConfigError where a file that is named is not what it is named as."""
+        self.login()
+        self.credentials()
+        self.tls()
 
     def tls(self) -> ssl.SSLContext | None:
         """Return how the server is known and what it is shown; None: in the clear. ConfigError."""
@@ -112,20 +115,20 @@ def error_words(error: Exception) -> str:
     return getattr(error, "description", None) or str(error) or type(error).__name__
 
 
-def nats_client() -> Any:
-    """Return the library's client, not connected; ConfigError: it is not installed."""
+def nats_client(tls: Callable[[], ssl.SSLContext | None] = lambda: None) -> Any:
+    """Return the library's client, not connected; ConfigError: it is not installed. tls: as of `BrokerClient`."""
     try:
-        from nats.aio.client import Client
+        from sentinel.fleet.broker_client import BrokerClient
     except ImportError as error:
         raise ConfigError('a fleet needs the NATS client: pip install "sentinel[fleet]" (nats-py)') from error
-    return Client()
+    return BrokerClient(tls)
 
 
 async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Awaitable[None]] | None = None) -> Client:
     """Return a connection, which is made again whenever it is lost; waits until there is one. on_connected: called each
     time it was made again.
     """
-    client: Client = nats_client()
+    client: Client = nats_client(config.tls)
     said = set[str]()
 
     async def note(error: Exception) -> None:
@@ -142,11 +145,7 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
         if on_connected is not None:
             await on_connected()
 
-    options: dict[str, Any] = {}
-    if (login := config.login()) is not None:
-        # Asked for at each connection: a password is changed without a restart.
-        options = {"user": lambda: (config.login() or login)[0], "password": lambda: (config.login() or login)[1]}
-        options["inbox_prefix"] = inbox(login[0])
+    options = _as_whom(config)
     tls = config.tls()
     if tls is not None:
         options["tls"] = tls
@@ -159,6 +158,38 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     )  # fmt: skip
     _bound_sending(client)
     return client
+
+
+def _as_whom(config: BrokerConfig) -> dict[str, Any]:
+    """Return the options by which the client says who it is. They are asked for at each connection: a password, a JWT and a
+    seed are changed without a restart. ConfigError: as the files are now, they are none.
+    """
+    if (login := config.login()) is not None:
+        return {
+            "user": lambda: _again(config.login, login).user,
+            "password": lambda: _again(config.login, login).password,
+            "inbox_prefix": inbox(login.user),
+        }
+    if (credentials := config.credentials()) is not None:
+        return {
+            "signature_cb": lambda nonce: _again(config.credentials, credentials).sign(nonce),
+            "user_jwt_cb": lambda: _again(config.credentials, credentials).jwt.encode(),
+            "inbox_prefix": inbox(credentials.user),
+        }
+    return {}
+
+
+def _again(read: Callable[[], Whom | None], first: Whom) -> Whom:
+    """Return what is read now. An error of the client's, after which it tries again: it cannot be, or is another user's."""
+    from nats.errors import Error
+
+    try:
+        found = read() or first
+    except ConfigError as error:
+        raise Error(str(error)) from error
+    if found.user != first.user:
+        raise Error(f"expected user {printable(first.user)}, as at the start, got {printable(found.user)}; start anew")
+    return found
 
 
 def _bound_sending(client: Client) -> None:

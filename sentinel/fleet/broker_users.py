@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sentinel.fleet import subjects
 from sentinel.fleet.overheard import HEARD
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
+from sentinel.run_name import folder_name
 
 ACCOUNT = "SENTINEL"
 """The account that has the streams."""
@@ -25,6 +27,8 @@ WORKER = "worker"
 STATUS = "status"
 OURS = (JOIN, WORKER, STATUS)
 """Users that no node may be called as."""
+RUN_CREDENTIALS = "run-credentials"
+"""Folder of logins that are of one run: there are many of them, and a folder of the others may be handed on as a whole."""
 JETSTREAM_API = "$JS.API.>"
 """Subjects of requests by which streams and consumers are made, read, purged and deleted."""
 STREAM_RIGHTS = (
@@ -46,13 +50,27 @@ class BrokerUser(msgspec.Struct, frozen=True, kw_only=True):
     subscribe: tuple[str, ...]
 
 
-def node_user(node: str) -> BrokerUser:
-    """Return the user of a node: it publishes its own chunks and beats, and hears the answers to itself."""
+def user_name(node: str, run: str | None = None) -> str:
+    """Return what the user of a node is called: NODE, or NODE@RUN, by the run's folder, where it speaks of one run alone.
+
+    run: its name; None: the user may speak of any. ConfigError.
+    """
+    if node in OURS or set("/@") & set(node) or node.startswith(".") or not node.isprintable() or not node:
+        raise ConfigError(
+            f"node {printable(node)!r}: expected a name that is a file's, without @, and none of {', '.join(OURS)}"
+        )
+    return node if run is None else f"{node}@{folder_name(run)}"
+
+
+def node_user(name: str) -> BrokerUser:
+    """Return the user of a node, by its name: it publishes the node's chunks and beats, and hears the answers to it."""
     ways = (subjects.TO_JOIN, subjects.TO_WORKERS)
+    node, _, folder = name.partition("@")
+    run = folder or None
     return BrokerUser(
-        name=node,
-        publish=tuple(publish(None, node) for way in ways for publish in (way.chunk, way.beat)),
-        subscribe=(*(way.answer(None, node) for way in ways), f"{subjects.inbox(node)}.>"),
+        name=name,
+        publish=tuple(publish(run, node) for way in ways for publish in (way.chunk, way.beat)),
+        subscribe=(*(way.answer(run, node) for way in ways), f"{subjects.inbox(name)}.>"),
     )
 
 
@@ -83,17 +101,28 @@ def status_user() -> BrokerUser:
     return BrokerUser(name=STATUS, publish=(), subscribe=HEARD)
 
 
-def write_users(credentials: Path, nodes: Sequence[str]) -> str:
-    """Write a login for each node, joins, workers and who looks on, where it has none; return the `accounts` of them.
+def user_of(name: str, run: str | None = None) -> BrokerUser:
+    """Return `join`, `worker` or `status`, or the user of a node, as of `user_name`. ConfigError."""
+    shared = {user.name: user for user in (join_user(), worker_user(), status_user())}
+    if name not in shared:
+        return node_user(user_name(name, run))
+    if run is not None:
+        raise ConfigError(f"{name}: expected a node where a run is named, for {', '.join(OURS)} have to do with all runs")
+    return shared[name]
 
-    credentials: folder of the logins, each called as its user. ConfigError, OSError.
+
+def write_users(credentials: Path, nodes: Sequence[str]) -> str:
+    """Write a login for each user of a node, joins, workers and who looks on, where it has none; return their `accounts`.
+
+    credentials: folder of the logins, each called as its user; those of one run are in `run-credentials` beside it. nodes:
+    names of users, as of `user_name`. ConfigError, OSError.
     """
-    for node in nodes:
-        if node in OURS or "/" in node or node.startswith(".") or not node.isprintable() or not node:
-            raise ConfigError(f"node {printable(node)!r}: expected a name that is a file's, and none of {', '.join(OURS)}")
-    make_directory(credentials)
-    shared, own = [join_user(), worker_user(), status_user()], [node_user(node) for node in dict.fromkeys(nodes)]
-    known = {user.name: password_in(credentials / user.name, user.name) for user in (*shared, *own)}
+    of_runs = credentials.parent / RUN_CREDENTIALS
+    shared, own = [join_user(), worker_user(), status_user()], [node_user(name) for name in dict.fromkeys(nodes)]
+    where = {user.name: of_runs if "@" in user.name else credentials for user in (*shared, *own)}
+    for folder in dict.fromkeys(where.values()):
+        make_directory(folder)
+    known = {name: password_in(folder / name, name) for name, folder in where.items()}
     return accounts([(user, known[user.name]) for user in shared], [(user, known[user.name]) for user in own])
 
 
@@ -132,6 +161,12 @@ def accounts(users: Sequence[tuple[BrokerUser, str]], nodes: Sequence[tuple[Brok
     joins = [f"      {_user(user, password)}" for user, password in users]
     lines = ["accounts {", f"  {ACCOUNT} {{", "    jetstream: enabled", "    users: [", *joins, "    ]"]
     return "\n".join([*lines, "    exports: [", *shared, "    ]", "  }", *own, "}", ""])
+
+
+def nsc_command(user: BrokerUser) -> str:
+    """Return the command of `nsc` that makes the user in an account of an operator, for a shell."""
+    publish = ("--allow-pub", ",".join(user.publish)) if user.publish else ("--deny-pub", ">")
+    return shlex.join(["nsc", "add", "user", "--name", user.name, *publish, "--allow-sub", ",".join(user.subscribe)])
 
 
 def _user(user: BrokerUser, password: str) -> str:

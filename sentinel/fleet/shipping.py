@@ -125,6 +125,8 @@ class Shipping:
         self._answered_at = 0.0
         """When the join answered last, monotonic seconds, or another server was gone to."""
         self._leave_s = LEAVE_S
+        self._heard: set[str] = set()
+        """Subjects of answers that are subscribed to."""
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,9 +153,8 @@ class Shipping:
         log.info("%s: shipping %s to %s", self._runs.who, self._runs.directory, self._broker.shown)
         try:
             self._answered_at = time.monotonic()
-            node = self._runs.node
-            heard = subjects.ANSWERS if node is None else self._ways.answer(None, node)
-            await client.subscribe(heard, cb=self._take_answer)
+            if self._runs.node is None:
+                await self._hear(client, subjects.ANSWERS)
             beating = asyncio.ensure_future(self._beat(client))
             try:
                 is_drained = await self._ship(client)
@@ -283,12 +284,20 @@ class Shipping:
             self._answered_at = time.monotonic()
         for beat in beats:
             with contextlib.suppress(Error, OSError):
+                if self._runs.node is not None:
+                    # Of each run by itself: a login may be of one run alone.
+                    await self._hear(client, self._ways.answer(beat.run, beat.node))
                 subject, data = self._ways.beat(beat.run, beat.node), seal(beat)
                 headers = self._key.headers(subject, data) if self._key is not None else None
                 await client.publish(subject, data, headers=headers)
         if is_leaving:
             with contextlib.suppress(Error, OSError, asyncio.TimeoutError):
                 await client.flush(2)
+
+    async def _hear(self, client: Client, answers: str) -> None:
+        if answers not in self._heard:
+            await client.subscribe(answers, cb=self._take_answer)
+            self._heard.add(answers)
 
     async def _take_answer(self, message: Msg) -> None:
         try:

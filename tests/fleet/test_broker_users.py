@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from sentinel.fleet.partition_leases import PartitionLeases
 from sentinel.fleet.sealed import VERSION, FilePlace, SpoolChunk, seal
 from sentinel.fleet.stream_reader import StreamReader
 
+from ..support.broker_acts import act_as, until_refused
 from ..support.ports import free_port
 from ..support.servers import need
 
@@ -42,33 +43,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnBroker]:
     server.start()
     yield own
     server.end(20.0)
-
-
-def as_user(broker: OwnBroker, user: str, act: Callable[[Client, list[str]], Awaitable[None]]) -> list[str]:
-    """Act as a user of the broker; returns what the server refused, in its own words."""
-    refused: list[str] = []
-
-    async def run() -> None:
-        client = await asyncio.wait_for(connect(broker.access(user), "test"), 60.0)
-
-        async def note(error: Exception) -> None:
-            refused.append(str(error))
-
-        client._error_cb = note
-        try:
-            await act(client, refused)
-        finally:
-            await client.close()
-
-    asyncio.run(run())
-    return refused
-
-
-async def until_refused(refused: list[str], subject: str) -> None:
-    """Wait for the server's refusal: it says so after the client thinks that all is done."""
-    async with asyncio.timeout(60.0):
-        while not any(subject.lower() in one.lower() for one in refused):
-            await asyncio.sleep(0.01)
 
 
 async def has_streams(client: Client) -> bool:
@@ -102,9 +76,9 @@ def test_a_node_publishes_as_itself_and_as_no_other(broker: OwnBroker) -> None:
     async def count(client: Client, refused: list[str]) -> None:
         assert (await client.jetstream().stream_info(subjects.STREAM)).state.messages == 1
 
-    assert not as_user(broker, "join", make)
-    assert as_user(broker, "node-1", publish)
-    assert not as_user(broker, "join", count)
+    assert not act_as(broker.access("join"), make)
+    assert act_as(broker.access("node-1"), publish)
+    assert not act_as(broker.access("join"), count)
 
 
 @pytest.mark.server
@@ -126,10 +100,10 @@ def test_a_node_makes_deletes_and_purges_no_stream(broker: OwnBroker) -> None:
         await ensure_streams(client.jetstream(), STREAM_BYTES >> 8)
         assert await has_streams(client)
 
-    assert not as_user(broker, "join", look)
-    assert as_user(broker, "node-1", administer)
-    assert as_user(broker, "status", administer)
-    assert not as_user(broker, "join", look)
+    assert not act_as(broker.access("join"), look)
+    assert act_as(broker.access("node-1"), administer)
+    assert act_as(broker.access("status"), administer)
+    assert not act_as(broker.access("join"), look)
 
 
 @pytest.mark.server
@@ -179,10 +153,10 @@ def test_a_worker_has_its_two_streams_and_no_other(broker: OwnBroker) -> None:
     async def prepare(client: Client, refused: list[str]) -> None:
         await ensure_worker_streams(client.jetstream(timeout=60.0), STREAM_BYTES >> 8)
 
-    assert not as_user(broker, "worker", prepare)
-    assert as_user(broker, "node-1", ship)
-    assert not as_user(broker, "worker", work)
-    assert as_user(broker, "worker", administer)
+    assert not act_as(broker.access("worker"), prepare)
+    assert act_as(broker.access("node-1"), ship)
+    assert not act_as(broker.access("worker"), work)
+    assert act_as(broker.access("worker"), administer)
 
 
 @pytest.mark.server
@@ -209,7 +183,7 @@ def test_an_acknowledgement_that_is_asked_for_elsewhere_goes_nowhere(broker: Own
             await jetstream.get_last_msg(subjects.STREAM, subjects.raw("run", "node-2"))
 
     for user, act in (("join", fill), ("node-1", ask), ("join", look)):
-        assert not as_user(broker, user, act)
+        assert not act_as(broker.access(user), act)
 
 
 @pytest.mark.server
@@ -242,7 +216,7 @@ def test_a_stream_of_an_earlier_version_takes_the_subjects_of_this_one(broker: O
 
         assert (await jetstream.stream_info(subjects.STREAM)).config.subjects == [subjects.RAW]
 
-    assert not as_user(broker, "join", exchange)
+    assert not act_as(broker.access("join"), exchange)
 
 
 class Came:

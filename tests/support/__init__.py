@@ -30,6 +30,8 @@
 | serve HTTPS | `certificates`: `write_pair` |
 | receive what is sent, or start Prometheus or Alertmanager | `servers`: `Receiver`, `prometheus`, `alertmanager` |
 | have a broker that may be killed and lose its messages | `nats_broker`: `NatsBroker`, and `NatsCluster` of three |
+| have one in operator mode, with accounts and users by JWT | `nats_operator`: `NatsOperator` |
+| act there as one of its users, and hear what is refused | `broker_acts`: `act_as`, `until_refused` |
 | have servers and their clients parted, one way or wholly | `partitions`: `ProxiedCluster`, `NamespacedCluster` |
 | have a disk that gets full | `small_disk`: `SmallDisk`, for root alone |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |

@@ -48,6 +48,11 @@ ALONE = LeaseTimes(renew_s=0.2, stop_s=60.0, takeover_s=0.2)
 """For a join that no other competes with: no pause of a busy machine ends it, and none is waited for."""
 
 
+def reached(broker: str | BrokerConfig) -> BrokerConfig:
+    """Return how a broker is reached of which the address may be all there is to know."""
+    return broker if isinstance(broker, BrokerConfig) else BrokerConfig(server=broker)
+
+
 class Shipper:
     """One shipper in a thread, which can be left in the lurch."""
 
@@ -55,7 +60,7 @@ class Shipper:
         self,
         directory: Path,
         node: str,
-        url: str,
+        broker: str | BrokerConfig,
         kinds: frozenset[str] | None = None,
         key: RunKey | None = None,
         ways: Ways = TO_JOIN,
@@ -63,7 +68,7 @@ class Shipper:
         """kinds: it ships digests that carry these; None: spools as they are."""
         self.problems: list[str] = []
         runs = NodeRuns(directory, node, digested_kinds=kinds, on_problem=self.problems.append, is_signed=key is not None)
-        self.shipping = Shipping(runs, BrokerConfig(server=url), drain_s=60.0, key=key, ways=ways)
+        self.shipping = Shipping(runs, reached(broker), drain_s=60.0, key=key, ways=ways)
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[bool] | None = None
         self.is_drained = False
@@ -115,7 +120,7 @@ class Worker:
     def __init__(
         self,
         directory: Path,
-        url: str,
+        broker: str | BrokerConfig,
         kinds: frozenset[str],
         name: str = "w1",
         leases: StoppablePartitions | None = None,
@@ -123,7 +128,7 @@ class Worker:
     ) -> None:
         directory.mkdir(exist_ok=True)
         self.leases = leases or StoppablePartitions(name, ALONE)
-        self.worker = PartitionWorker(directory, BrokerConfig(server=url), self.leases, kinds=kinds, key=key)
+        self.worker = PartitionWorker(directory, reached(broker), self.leases, kinds=kinds, key=key)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended_well = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -191,7 +196,7 @@ class Join:
     def __init__(
         self,
         directory: Path,
-        url: str,
+        broker: str | BrokerConfig,
         name: str = "j1",
         begin_s: float = 0.6,
         num_nodes: int = 2,
@@ -211,9 +216,7 @@ class Join:
             directory, name, begin_s=begin_s / patience, clock=lambda: time.monotonic() / patience,
             on_problem=self.problems.append,
         )  # fmt: skip
-        self.intake = JoinIntake(
-            self.copies, BrokerConfig(server=url), lease or JoinLease(name, ALONE), replicas=replicas, key=key
-        )
+        self.intake = JoinIntake(self.copies, reached(broker), lease or JoinLease(name, ALONE), replicas=replicas, key=key)
         self.ended = threading.Event()
         self.intake.start(self.ended.set)
         self.run: ServedRun | None = None
