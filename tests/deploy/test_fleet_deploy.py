@@ -43,9 +43,10 @@ def test_units_start_what_there_is_and_write_where_they_may(verb, tmp_path):
     assert options["directory"] == f"/var/lib/{line_of(unit, 'StateDirectory')[0]}"
     assert options.get("drain_s", 0.0) < float(line_of(unit, "TimeoutStopSec")[0])
     assert line_of(unit, "Restart") == ["always"]
-    # Only what notifies may be waited for, and feeds a watchdog, which waits longer than a step does for rows of nodes.
-    assert line_of(unit, "Type") == (["notify"] if verb == "join" else [])
-    assert [float(one) > 2 * STALLED_S for one in line_of(unit, "WatchdogSec")] == ([True] if verb == "join" else [])
+    # Only what notifies may be waited for, and feeds a watchdog; a join's waits longer than a step does for rows of nodes.
+    assert line_of(unit, "Type") == ([] if verb == "ship" else ["notify"])
+    longest_s = {"join": 2 * STALLED_S, "worker": 30.0}.get(verb, 0.0)
+    assert [float(one) > longest_s for one in line_of(unit, "WatchdogSec")] == ([] if verb == "ship" else [True])
     if shutil.which("systemd-analyze") is not None:
         path = tmp_path / f"sentinel-{verb}.service"
         path.write_text(re.sub("^User=.*$", "User=daemon", unit, flags=re.MULTILINE).replace(program, "/bin/true"))

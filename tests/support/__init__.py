@@ -23,7 +23,7 @@
 | judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
 | see which files a process left open | `open_files`: `open_files` |
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
-| show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
+| show what a daemon or a worker shows at a scrape | `snapshots`: `full_run`, `full_snapshot`, `a_worker` |
 | have a run of Weights & Biases that its own client wrote | `wandb_run`: `write_wandb_run` |
 | have a server of Weights & Biases that its own client takes for one | `wandb_server`: `WandbServer`, which may fail |
 | have a rank that traces tensors | `traces`: `TracingRank`, a step at a time |
