@@ -85,6 +85,7 @@ def worker(
     where = Path(directory).absolute()
     if not takeover_s >= 1.0:
         raise ConfigError(f"--takeover-s: expected 1 at least, got {takeover_s:g}")
+    http = listening.config() if listening.listen else None
     nats_client()
     kinds = Engine(load_pack(list(packs))).row_kinds
     make_directory(where)
@@ -95,7 +96,6 @@ def worker(
     try:
         make_directory(where / COPIES)
         leases = PartitionLeases(f"{socket.gethostname()}/{os.getpid()}", LeaseTimes.of(takeover_s))
-        http = listening.config() if listening.listen else None
         page = WorkerPage(where, http, os.environ, lambda: works.health)
         works = PartitionWorker(
             where / COPIES, broker, leases, kinds=kinds, stream_bytes=stream_mib << 20, replicas=replicas, key=key,
