@@ -34,12 +34,12 @@
 | have a disk that gets full | `small_disk`: `SmallDisk`, for root alone |
 | have nodes and joins on it, driven by hand | `fleet_parts`: `Shipper`, `Join`, `recorded_run`, `split` |
 | have those of a run on a cluster, and compare what came of it | `watched_run`: `WatchedRun` |
-| have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `FaultyFleet`, `DigestedFleet` |
+| have a fleet live through a schedule of faults, in one thread | `fleet_faults`: `RecordedFleet`, `DigestedFleet`, ... |
 | have one with workers live through one | `relayed_faults`: `RelayedFleet` |
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |
-| have an S3 that counts what it is asked for, or Google's store | `object_store`: `object_store`, `google_object_store` |
+| have an S3 that counts what it is asked for, Google's or Azure's store | `object_store`: `object_store`, ... |
 
 Synthetic runs, planted faults, a clock and the battery of detectors are in `sentinel.testing`, which others have too.
 """

@@ -81,7 +81,7 @@ class RecordedFleet:
     """A run that one daemon judged on one disk, and where its ranks were after each step."""
 
     def __init__(self, run_dir: Path, sizes: Sequence[dict[str, int]], pruned: str = "") -> None:
-        """sizes: after each step, file below the spool -> bytes of it; the last, those of all. pruned: the one of these files
+        """sizes: after each step, file below the spool -> bytes of it; the last, those of all. pruned: the one of them
         that was deleted before anybody read it.
         """
         self.packs = loaded_packs()
