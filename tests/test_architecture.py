@@ -18,7 +18,7 @@ NOUNS = {
     "record", "moments", "messages", "place", "anomaly", "command", "errors", "version", "aggregate",
     "config_file", "document", "monitor_config", "target", "dump", "trace", "tensor_file", "structure_file", "reference",
     "bounds", "command_line", "csv_text", "private_files", "process", "process_exits", "regular_expression", "run_end",
-    "run_name", "join_health", "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
+    "run_name", "join_health", "worker_health", "decision", "step_view", "known_words", "msprobe_tag", "typed_document",
     "file_keys", "kinds", "incident", "recorded_incidents", "anomaly_words", "entry_points",
     "exception_words", "printable", "import_trial", "outside_calls", "rank_identity", "rank_list",
     "outside_structs", "crc32c", "handled_signals",

@@ -481,7 +481,7 @@ def daemon() -> dict[str, Any]:
 
 
 def fleet() -> dict[str, Any]:
-    """Return the dashboard of the joins of fleets, and of the nodes that ship to them."""
+    """Return the dashboard of the joins of fleets, of the nodes that ship to them, and of workers between them."""
     now = [
         number("Joins at work", "One for each broker.", "short", "sum(sentinel_join_active{%I})"),
         number("Standing by", "Joins that would take over.", "short", "count(sentinel_join_active{%I} == 0) or vector(0)"),
@@ -571,6 +571,36 @@ def fleet() -> dict[str, Any]:
             target("time() - sentinel_join_node_heard_timestamp_seconds{%I}", "{{node}}"),
         ),
     ]  # fmt: skip
+    workers = [
+        graph(
+            "Partitions", "Of 64, by the worker that has them; a sum below leaves nodes without an answer.", "short",
+            target("sentinel_worker_partitions{%I}", "{{instance}}"), target("sum(sentinel_worker_partitions{%I})", "all"),
+        ),
+        graph(
+            "Nodes behind workers", "Live, and silent for 30 s.", "short",
+            target("sum by (instance, state) (sentinel_worker_nodes{%I})", "{{instance}} {{state}}"),
+        ),
+        graph(
+            "Waiting", "Bytes of nodes that are not at the join; and of them those that are at the worker.", "bytes",
+            target("sentinel_worker_waiting_bytes{%I}", "{{instance}} waiting"),
+            target("sentinel_worker_ahead_bytes{%I}", "{{instance}} at the worker"),
+        ),
+        graph(
+            "In and out", "Bytes of spools that were copied; bytes that went on to the join.", "Bps",
+            target("rate(sentinel_worker_bytes_total{%I}[$__rate_interval])", "{{instance}} in"),
+            target("rate(sentinel_worker_published_bytes_total{%I}[$__rate_interval])", "{{instance}} out"),
+        ),
+        graph(
+            "Not taken", "Messages that were refused; chunks for which there was no room; 1 where nothing goes on.", "short",
+            target("rate(sentinel_worker_refused_total{%I}[$__rate_interval])", "{{instance}} refused"),
+            target("rate(sentinel_worker_dropped_total{%I}[$__rate_interval])", "{{instance}} dropped"),
+            target("sentinel_worker_blocked{%I}", "{{instance}} blocked"),
+        ),
+        graph(
+            "Taken partitions", "A second: workers that come, go or are late.", "ops",
+            target("rate(sentinel_worker_taken_partitions_total{%I}[$__rate_interval])", "{{instance}}"),
+        ),
+    ]  # fmt: skip
     taken_over = annotation(
         "Take-overs", "changes(sentinel_join_lease_epoch{%I}[1m]) > 0", "{{instance}} took over", "orange"
     )
@@ -578,7 +608,7 @@ def fleet() -> dict[str, Any]:
         "sentinel-fleet",
         "Sentinel / Fleet",
         "Whether everything that nodes measure comes to the join, and which node is behind.",
-        [("Now", 4, now), ("What comes", 8, flow), ("The nodes", 8, nodes)],
+        [("Now", 4, now), ("What comes", 8, flow), ("The nodes", 8, nodes), ("Workers", 8, workers)],
         annotations=[taken_over],
     )
 

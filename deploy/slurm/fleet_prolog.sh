@@ -1,6 +1,7 @@
 #!/bin/bash
 # Prolog of slurm.conf, run by root on each node before a job, where nodes share no disk: makes the job's directory of runs on a
 # disk of the node, and starts a shipper for it as the user. A job that cannot be shipped is not held up: its spools stay.
+# SENTINEL_SHIP=--to-workers: for the workers of workers.sbatch, on nodes on which digests are too much.
 set -u
 
 user=${SLURM_JOB_USER:?expected the variables of a Slurm prolog}
@@ -22,10 +23,11 @@ fi
 # Of a session of its own: Slurm ends what a prolog leaves behind in its process group. Its exit code says whether all is held.
 # shellcheck disable=SC2016  # the inner shell expands it
 "${as_user[@]}" setsid bash -c '
-    sentinel ship "$1" --server "$2" --tls-ca "$3" --login "$1/.ship/login" --node "$4" --drain-s "$5" > "$1/.ship/log" 2>&1 &
+    sentinel ship "$1" --server "$2" --tls-ca "$3" --login "$1/.ship/login" --node "$4" --drain-s "$5" $6 \
+        > "$1/.ship/log" 2>&1 &
     echo $! > "$1/.ship/pid"
     wait $!
     echo $? > "$1/.ship/code"
 ' ship "$runs" "${SENTINEL_BROKER:-tls://broker:4222}" "$etc/ca.pem" "${SLURMD_NODENAME:-$(hostname -s)}" "${SENTINEL_DRAIN_S:-60}" \
-    < /dev/null > /dev/null 2>&1 &
+    "${SENTINEL_SHIP:-}" < /dev/null > /dev/null 2>&1 &
 exit 0

@@ -21,6 +21,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """The values of `listening_options`, by their names."""
 
     listen: str
+    """Empty: nowhere, where that is the default."""
     tls_cert: str | None = None
     tls_key: str | None = None
     insecure_tokens: bool = False
@@ -62,18 +63,19 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(config, has_token_reads=True)
 
 
-def listening_options(default: str) -> Callable[[Command], Command]:
+def listening_options(default: str, what: str = "the page is") -> Callable[[Command], Command]:
     """Return a decorator that adds the options of `Listening` to a command, which gets them as `listening`.
 
-    default: of --listen.
+    default: of --listen; empty: nowhere. what: what is served.
     """
+    otherwise = "" if default else " Default: nowhere."
     options = [
         click.option(
             "--listen",
             default=default,
-            show_default=True,
+            show_default=bool(default),
             metavar="HOST:PORT",
-            help="Where the page is served; port 0: a free one. unix:/PATH: a socket that only you may open.",
+            help=f"Where {what} served; port 0: a free one. unix:/PATH: a socket that only you may open.{otherwise}",
         ),
         click.option("--tls-cert", metavar="FILE", help="Certificate chain (PEM) to serve HTTPS with, reread on change."),
         click.option("--tls-key", metavar="FILE", help="Its private key (PEM, not encrypted)."),

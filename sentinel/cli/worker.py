@@ -12,7 +12,9 @@ from pathlib import Path
 import click
 
 from sentinel.cli.broker_options import broker_options, key_option
+from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
+from sentinel.daemon.worker_page import WorkerPage
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, nats_client
 from sentinel.fleet.join_lease import LeaseTimes
@@ -46,6 +48,7 @@ COPIES = "relayed"
 @click.option(
     "--rules", "packs", multiple=True, metavar="PATH", help="Rule packs of the join: a file, a directory, or a name."
 )
+@listening_options("", "metrics and health are")
 @click.option(
     "--takeover-s",
     default=10.0,
@@ -62,6 +65,7 @@ def worker(
     stream_mib: int,
     replicas: int,
     packs: tuple[str, ...],
+    listening: Listening,
     takeover_s: float,
     key: RunKey | None,
     log_format: str,
@@ -70,8 +74,8 @@ def worker(
     """Take the spools of machines that run `sentinel ship --to-workers`, and send the join digests of them.
 
     DIRECTORY, of this process alone, is made where it is missing, and holds copies of what the join has not committed: they
-    are deleted at each start. Start as many as you like: they share the machines, and take over from each other. Ends at
-    once at SIGTERM and SIGINT; what the join has not got is still on the machines.
+    are deleted at each start. The tokens of --listen lie there too. Start as many as you like: they share the machines, and
+    take over from each other. Ends at once at SIGTERM and SIGINT; what the join has not got is still on the machines.
     """
     from sentinel.rules.engine import Engine
     from sentinel.rules.language.loader import load_pack
@@ -81,6 +85,7 @@ def worker(
     where = Path(directory).absolute()
     if not takeover_s >= 1.0:
         raise ConfigError(f"--takeover-s: expected 1 at least, got {takeover_s:g}")
+    http = listening.config() if listening.listen else None
     nats_client()
     kinds = Engine(load_pack(list(packs))).row_kinds
     make_directory(where)
@@ -91,14 +96,17 @@ def worker(
     try:
         make_directory(where / COPIES)
         leases = PartitionLeases(f"{socket.gethostname()}/{os.getpid()}", LeaseTimes.of(takeover_s))
+        page = WorkerPage(where, http, os.environ, lambda: works.health)
         works = PartitionWorker(
-            where / COPIES, broker, leases, kinds=kinds, stream_bytes=stream_mib << 20, replicas=replicas, key=key
-        )
+            where / COPIES, broker, leases, kinds=kinds, stream_bytes=stream_mib << 20, replicas=replicas, key=key,
+            on_look=page.look,
+        )  # fmt: skip
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: works.stop())
         # `sentinel fleet up` starts us with SIGTERM held back.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        asyncio.run(works.run())
+        with page:
+            asyncio.run(works.run())
     finally:
         lock.close()
     return 0

@@ -91,6 +91,11 @@ class PartitionLeases:
         """Return whether this process may act for a partition now: asked before each act, for time passes between two."""
         return self._held.get(partition) == epoch and self._clock() < self._held_until
 
+    @property
+    def is_renewed(self) -> bool:
+        """Whether what `held` says, if it is nothing, was renewed in time."""
+        return self._clock() < self._held_until
+
     def raise_floor(self, partition: int, epoch: int) -> None:
         """Let go of a partition that a newer epoch is known of, and take it, if at all, under a higher one: a broker may
         have lost its records.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_worker_streams, error_words
+from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.join_lease import REQUEST_S
 from sentinel.fleet.partition_leases import PartitionLeases
 from sentinel.fleet.relayed_nodes import RelayedNodes
@@ -19,6 +24,7 @@ from sentinel.fleet.sealed import Beat, SpoolChunk, WorkerReport, seal, unseal, 
 from sentinel.fleet.shipping import Shipping
 from sentinel.fleet.stream_reader import StreamReader
 from sentinel.printable import printable
+from sentinel.worker_health import WorkerHealth
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -57,19 +63,28 @@ class PartitionWorker:
         stream_bytes: int = STREAM_BYTES,
         replicas: int = 1,
         key: RunKey | None = None,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """directory: for copies, of this process alone. kinds: as of `RelayedNodes`. key: as of `JoinIntake` and `Shipping`.
 
-        stream_bytes: most that the stream of frames holds, where it is made here; replicas: servers that hold it.
+        stream_bytes: most that the stream of frames holds, where it is made here; replicas: servers that hold it. on_look:
+        called each time that `health` is new, in the loop of `run`.
         """
+        self.health = WorkerHealth()
+        """How it is, of each half second; for any thread."""
         self._broker, self._leases, self._key, self._streams = broker, leases, key, (stream_bytes, replicas)
+        self._on_look = on_look
         self._problems: set[str] = set()
+        self._tally = IntakeTally(time.monotonic, self._tell)
+        """Of messages of nodes."""
         self.nodes = RelayedNodes(
             directory, leases.owner, kinds=kinds, is_held=leases.is_held, on_outdone=leases.raise_floor,
             on_problem=self._tell, is_signed=key is not None,
         )  # fmt: skip
-        self.num_refused = 0
-        """Messages of nodes that were not taken."""
+        self._client: Client | None = None
+        self._unrenewed = ""
+        """Why the partitions could not be renewed when it was tried last, in words; empty: they were."""
+        self._num_taken = 0
         self._shipping = Shipping(self.nodes, broker, drain_s=0.0, key=key)
         self._partitions: dict[int, _Partition] = {}
         self._stop = asyncio.Event()
@@ -86,13 +101,21 @@ class PartitionWorker:
     async def run(self) -> None:
         """Work until `stop`, and give back all partitions. ConfigError."""
         self._loop = asyncio.get_running_loop()
+        looking = asyncio.ensure_future(self._look())
+        try:
+            await self._work()
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    async def _work(self) -> None:
         connecting = asyncio.ensure_future(connect(self._broker, f"sentinel worker {self._leases.owner}", self._reconnected))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
             connecting.cancel()
             return
-        client = await connecting
+        client = self._client = await connecting
         log.info("worker: copies in %s are made from %s", self.nodes.directory, self._broker.shown)
         works = (self._shipping.run(), self._keep(client), self._release(), self._report(client))
         tasks = [stopping, *map(asyncio.ensure_future, works)]
@@ -122,7 +145,7 @@ class PartitionWorker:
         from nats.errors import Error
 
         jetstream = client.jetstream(timeout=REQUEST_S)
-        loop, renew_at, said, has_streams = asyncio.get_running_loop(), 0.0, "", False
+        loop, renew_at, has_streams = asyncio.get_running_loop(), 0.0, False
         while True:
             now = loop.time()
             if now >= renew_at and client.is_connected:
@@ -133,11 +156,11 @@ class PartitionWorker:
                     has_streams = False
                     if await self._leases.step(jetstream):
                         renew_at = now + self._leases.times.renew_s
-                    has_streams, said = True, ""
+                    has_streams, self._unrenewed = True, ""
                 except (TimeoutError, Error, OSError) as error:
                     words = error_words(error)
-                    if words != said:
-                        said = words
+                    if words != self._unrenewed:
+                        self._unrenewed = words
                         log.warning("worker: its partitions cannot be renewed: %s; it is tried again", words)
             await self._go_by_leases(client)
             await asyncio.sleep(min(LOOK_S, self._leases.times.renew_s / 4))
@@ -166,6 +189,7 @@ class PartitionWorker:
             subscription = await client.subscribe(subjects.in_partition(subjects.FRAMES_BEATS, number), cb=take_beat)
         except (Error, OSError):
             return  # The connection was lost: it is tried again.
+        self._num_taken += 1
         partition = self._partitions[number] = _Partition(number, epoch, reader, subscription)
 
     async def _let_go(self, number: int) -> None:
@@ -241,8 +265,7 @@ class PartitionWorker:
             await asyncio.sleep(RELEASE_S)
 
     def _refuse(self, why: str) -> None:
-        self.num_refused += 1
-        self._tell(why)
+        self._tally.refuse(why, why)
 
     def _tell(self, problem: str) -> None:
         if problem not in self._problems and len(self._problems) < 1000:
@@ -250,6 +273,33 @@ class PartitionWorker:
             log.warning("worker: %s", problem)
 
     # For people.
+
+    async def _look(self) -> None:
+        """Say how it is, from the beginning, also while there is no broker."""
+        while True:
+            self.health = self._looked()
+            self._on_look()
+            await asyncio.sleep(REPORT_S)
+
+    def _looked(self) -> WorkerHealth:
+        known, shipping = self.nodes.health(), self._shipping
+        is_connected, problems = self._client is not None and self._client.is_connected, list[str]()
+        if not is_connected:
+            problems.append(f"broker {self._broker.shown}: it is not reached; nodes keep what is new in their spools")
+        elif self._unrenewed:
+            problems.append(f"its partitions cannot be renewed: {self._unrenewed}")
+        if is_connected and shipping.blocked:
+            problems.append(f"nothing goes on to the join: {shipping.blocked}")
+        counts = {
+            **known.counts, "refused": known.counts.get("refused", 0) + self._tally.counts["refused"],
+            "taken_partitions": self._num_taken, "published_messages": shipping.num_published,
+            "published_bytes": shipping.num_published_bytes,
+        }  # fmt: skip
+        return msgspec.structs.replace(
+            known, is_connected=is_connected, is_renewed=self._leases.is_renewed, partitions=self._leases.held(),
+            num_workers=self._leases.num_workers, is_blocked=bool(shipping.blocked), counts=counts,
+            problems=(*problems, *self._tally.problems(), *known.problems),
+        )  # fmt: skip
 
     async def _report(self, client: Client) -> None:
         """Say who has which partitions, and how far it is."""
@@ -265,7 +315,8 @@ class PartitionWorker:
                     waiting_bytes={
                         number: sum(one.num_waiting_bytes for one in found) for number, found in nodes.items() if found
                     },
-                    num_workers=self._leases.num_workers, num_refused=self.num_refused, blocked=self._shipping.blocked,
+                    num_workers=self._leases.num_workers, num_refused=self._tally.counts["refused"],
+                    blocked=self._shipping.blocked,
                 )  # fmt: skip
                 with contextlib.suppress(Error, OSError):
                     await client.publish(subjects.WORKERS, seal(report))

@@ -50,7 +50,7 @@ class RelayedNode:
         kinds: as `digested_kinds` of `NodeRuns`, as is_signed. worker: name of this process. clock: monotonic seconds.
         """
         self.node, self.epoch, self.partition = node, epoch, partition_of(node)
-        self._num_ahead = 0
+        self.num_ahead_bytes = 0
         """Bytes that are here and that the join has not got."""
         self.num_waiting_bytes = 0
         """What the join had not got when the node last spoke, on the node and here."""
@@ -89,7 +89,7 @@ class RelayedNode:
 
     def has_room(self) -> bool:
         """Return whether anything more may be taken."""
-        return self.copies.held_bytes < MAX_HELD_BYTES and self._num_ahead < MAX_AHEAD_BYTES
+        return self.copies.held_bytes < MAX_HELD_BYTES and self.num_ahead_bytes < MAX_AHEAD_BYTES
 
     def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in what the node published of a spool of which the join has spoken; other chunks come again."""
@@ -168,9 +168,9 @@ class RelayedNode:
         """Yield what the node has said since, in its name."""
         if not self._said:
             return
-        self._num_ahead = 0
+        self.num_ahead_bytes = 0
         for beat in self._runs.beats(blocked=blocked):
-            self._num_ahead += sum(head.waiting_bytes for head in beat.spools.values())
+            self.num_ahead_bytes += sum(head.waiting_bytes for head in beat.spools.values())
             said = self._said.pop(beat.run, None)
             if said is not None:
                 self.has_left |= said.is_leaving

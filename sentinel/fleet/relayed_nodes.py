@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from sentinel.fleet.node_runs import BEAT_S, MAX_NEXT_BYTES
 from sentinel.fleet.relayed_node import RelayedNode
 from sentinel.fleet.sealed import Answer, Beat, Published
 from sentinel.fleet.subjects import partition_of
+from sentinel.worker_health import WorkerHealth
+
+MAX_SAID = 8
+"""Most problems of nodes that are said."""
 
 
 class RelayedNodes:
@@ -37,6 +42,8 @@ class RelayedNodes:
         self._is_held, self._on_outdone = is_held, on_outdone
         self._kinds, self._clock, self._on_problem, self._is_signed = kinds, clock, on_problem, is_signed
         self._nodes: dict[str, RelayedNode] = {}
+        self._counts: Counter[str] = Counter()
+        """What came of nodes that are not here any more, as of `IntakeTally`."""
         for left in directory.glob("*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -52,6 +59,7 @@ class RelayedNodes:
 
     def begin(self, node: str, epoch: int) -> RelayedNode:
         """Return a node that speaks for the first time under the epoch of its partition."""
+        self._let_go_of(node)
         self._nodes[node] = RelayedNode(
             self.directory, node, epoch=epoch, worker=self.worker, kinds=self._kinds, clock=self._clock,
             on_problem=self._on_problem, is_signed=self._is_signed,
@@ -61,7 +69,13 @@ class RelayedNodes:
     def drop(self, partition: int) -> None:
         """Let go of the nodes of a partition."""
         for one in self.of(partition):
-            self._nodes.pop(one.node).delete()
+            self._let_go_of(one.node)
+
+    def _let_go_of(self, node: str) -> None:
+        known = self._nodes.pop(node, None)
+        if known is not None:
+            self._counts.update(known.copies.counts)
+            known.delete()
 
     def release(self) -> None:
         """As `CopiedRuns.release`."""
@@ -70,6 +84,25 @@ class RelayedNodes:
 
     def _ours(self) -> list[RelayedNode]:
         return [one for one in self._nodes.values() if self._is_held(one.partition, one.epoch)]
+
+    def health(self) -> WorkerHealth:
+        """Return what is known of nodes, of what came of them, and of what could not be taken or written."""
+        nodes = list(self._nodes.values())
+        found = [one.copies.health() for one in nodes]
+        said = [one for known in found for one in known.nodes]
+        counts = Counter(self._counts)
+        for known in found:
+            counts.update(known.counts)
+        problems = list(dict.fromkeys(problem for one in nodes for problem in one.copies.tally.problems()))
+        if len(problems) > MAX_SAID:
+            problems[MAX_SAID:] = [f"and {len(problems) - MAX_SAID} further problems of nodes"]
+        return WorkerHealth(
+            num_nodes=len(said), num_silent=sum(one.num_silent for one in found),
+            held_bytes=sum(one.held_bytes for one in found), ahead_bytes=sum(one.num_ahead_bytes for one in nodes),
+            waiting_bytes=sum(one.num_waiting_bytes for one in nodes), lag_bytes=sum(one.lag_bytes for one in said),
+            lag_s=max((one.lag_s for one in said), default=0.0),
+            are_copies_refused=any(one.are_copies_refused for one in found), counts=dict(counts), problems=tuple(problems),
+        )  # fmt: skip
 
     # As `PublishedRuns`.
 
@@ -122,7 +155,7 @@ class RelayedNodes:
         for one in self._ours():
             yield from one.beats(blocked=blocked)
             if one.has_left:
-                self._nodes.pop(one.node).delete()
+                self._let_go_of(one.node)
 
     def take_answer(self, answer: Answer, *, has_signature: bool = False) -> None:
         """Go by what the join says to a node of ours."""

@@ -21,8 +21,15 @@ PACKAGES = {
     "gs": "gcsfs",
     "gcs": "gcsfs",
     "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
 }
 """Scheme -> what is installed for it."""
+CREDENTIALS = {
+    "gcsfs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "adlfs": "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and who az login knows",
+}
+"""What is installed for a store -> where its client looks for credentials, where that is not as of S3."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _USER = re.compile(r"//[^/@\s]*@")
 _QUERY = re.compile(r"\?[^\s\"']+")
@@ -80,11 +87,19 @@ class StoreFolder:
             package = PACKAGES.get(scheme, f'the package that fsspec wants for "{scheme}"')
             raise ConfigError(f"{url}: a package is missing ({_told(str(error))}); pip install '{package}'") from error
         except ValueError as error:
+            if scheme in PACKAGES:
+                raise self._unstarted(url, error) from error
             raise ConfigError(f"{url}: {_told(str(error))}; known are s3, gs, abfs, file and what fsspec lists") from error
         except Exception as error:  # whatever a store's client makes of what it finds in its environment
-            raise ConfigError(f"{url}: the store's client does not start: {_told(str(error))}") from error
+            raise self._unstarted(url, error) from error
         self.url = url
         """Without credentials."""
+
+    @staticmethod
+    def _unstarted(url: str, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{url}: the store's client does not start: {_told(str(error))}; it looks for credentials as in {_sought(url)}"
+        )
 
     def read(self, name: str) -> bytes:
         """Return a whole file. FileVanished where there is none."""
@@ -179,13 +194,20 @@ class StoreFolder:
         except FileNotFoundError as error:
             bucket = "" if self.has_bucket else ": there is no such bucket"
             raise FileVanished(f"{self.url}: cannot {what}{bucket or ': it is not there'} ({_told(str(error))})") from error
-        except PermissionError as error:
-            raise StoreError(
-                f"{self.url}: no right to {what} ({_told(str(error))}); credentials are those that the store's client "
-                "finds, as in AWS_PROFILE, and a store that may not be listed says so of a file that is not there too"
-            ) from error
         except Exception as error:
+            # Azure's client has an error of its own for all that its store answers.
+            if isinstance(error, PermissionError) or getattr(error, "status_code", None) in (401, 403):
+                raise StoreError(
+                    f"{self.url}: no right to {what} ({_told(str(error))}); credentials are those that the store's client "
+                    f"finds, as in {_sought(self.url)}, and a store that may not be listed says so of a file that is not "
+                    "there too"
+                ) from error
             raise StoreError(f"{self.url}: cannot {what}: {type(error).__name__}: {_told(str(error))}") from error
+
+
+def _sought(url: str) -> str:
+    """Return where the client of a URL's store looks for credentials."""
+    return CREDENTIALS.get(PACKAGES.get(url.partition("://")[0].lower(), ""), "AWS_PROFILE")
 
 
 def _told(text: str) -> str:

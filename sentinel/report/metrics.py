@@ -9,6 +9,7 @@ import msgspec
 from sentinel.anomaly import Severity
 from sentinel.join_health import JoinHealth
 from sentinel.report.durations import Distribution
+from sentinel.worker_health import WorkerHealth
 
 SEVERITIES: tuple[str, ...] = tuple(severity.value for severity in Severity)
 RANK_STATES: tuple[str, ...] = ("live", "late", "stale", "missing")
@@ -201,3 +202,5 @@ class MetricsSnapshot(msgspec.Struct, kw_only=True):
     """Seconds since the epoch at which the certificate ends that HTTP is served with; None: without TLS."""
     join: JoinHealth | None = None
     """How the join of a fleet is; None: this daemon is no join's."""
+    worker: WorkerHealth | None = None
+    """How the worker of a fleet is, which is no daemon: all that only a daemon has is left out. None: this is a daemon."""

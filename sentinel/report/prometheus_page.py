@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from sentinel.printable import printable
-from sentinel.report import join_series, run_series
+from sentinel.report import join_series, run_series, worker_series
 from sentinel.report.durations import Distribution
 from sentinel.report.metrics import (
     CONFIGURED,
@@ -54,7 +54,7 @@ class MetricsCollector(Collector):
     def __init__(self, source: Callable[[], MetricsSnapshot]) -> None:
         self._source = source
         self._rooms: dict[str, SeriesRoom] = {}
-        self._process = ProcessCollector(registry=None)
+        self._own_process = ProcessCollector(registry=None)
         self._mutex = threading.Lock()
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -72,7 +72,11 @@ class MetricsCollector(Collector):
         """Yield every family once, whether or not there is a run."""
         snapshot = self._source()
         with self._mutex:
-            families = [*self._daemon(snapshot), *run_series.families(self._shown(snapshot.runs))]
+            families = [*self._process(snapshot)]
+            if snapshot.worker is not None:
+                families += worker_series.families(snapshot.worker)
+            else:
+                families += [*_daemon(snapshot), *run_series.families(self._shown(snapshot.runs))]
         for family in families:
             for sample in family.samples:
                 for name, value in sample.labels.items():
@@ -92,29 +96,32 @@ class MetricsCollector(Collector):
             self._rooms[run.run].fit(want, room)
         return [ShownRun(run, self._rooms[run.run]) for run in newest]
 
-    def _daemon(self, snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    def _process(self, snapshot: MetricsSnapshot) -> Iterator[Metric]:
         build = GaugeMetricFamily("sentinel_build_info", "1; the label says which version runs.", labels=["version"])
         build.add_metric([VERSION], 1)
         yield build
-        yield from self._process.collect()
-        yield from _gauge("sentinel_start_timestamp_seconds", "When the daemon started.", snapshot.start_time)
-        yield from _gauge("sentinel_runs", "Runs that the daemon follows.", len(snapshot.runs))
-        num_hidden = max(len(snapshot.runs) - MAX_RUNS, 0)
-        yield from _gauge("sentinel_runs_hidden", "Runs left out of the metrics for want of room.", num_hidden)
-        yield from _gauge("sentinel_standby", "1 while another daemon serves these runs.", snapshot.is_standby)
+        yield from self._own_process.collect()
+        yield from _gauge("sentinel_start_timestamp_seconds", "When the process started.", snapshot.start_time)
         yield from _gauge("sentinel_problems", "Problems that /healthz lists.", snapshot.num_problems)
         yield from _gauge(
             "sentinel_tls_certificate_expiry_timestamp_seconds",
             "When the certificate ends that HTTP is served with.",
             snapshot.certificate_expiry_time,
         )
-        yield from _configured(snapshot)
-        yield from _notifications(snapshot)
-        yield from _mirrors(snapshot)
-        yield from _stages(snapshot)
         yield from _disks(snapshot)
-        yield from _heartbeats(snapshot)
-        yield from join_series.families(snapshot.join)
+
+
+def _daemon(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    yield from _gauge("sentinel_runs", "Runs that the daemon follows.", len(snapshot.runs))
+    num_hidden = max(len(snapshot.runs) - MAX_RUNS, 0)
+    yield from _gauge("sentinel_runs_hidden", "Runs left out of the metrics for want of room.", num_hidden)
+    yield from _gauge("sentinel_standby", "1 while another daemon serves these runs.", snapshot.is_standby)
+    yield from _configured(snapshot)
+    yield from _notifications(snapshot)
+    yield from _mirrors(snapshot)
+    yield from _stages(snapshot)
+    yield from _heartbeats(snapshot)
+    yield from join_series.families(snapshot.join)
 
 
 def label_value(value: str) -> str:

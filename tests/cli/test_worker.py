@@ -33,9 +33,11 @@ def test_a_lease_that_is_too_short_and_a_server_that_is_none_are_said(
 ) -> None:
     assert run_cli(["worker", str(tmp_path / "w"), "--server", NOWHERE, "--takeover-s", "0.5"]) == BAD_USAGE
     assert run_cli(["worker", str(tmp_path / "w"), "--server", "broker"]) == BAD_USAGE
+    assert run_cli(["worker", str(tmp_path / "w"), "--server", NOWHERE, "--listen", "0.0.0.0:9465"]) == BAD_USAGE
 
     said = capsys.readouterr().err
     assert "--takeover-s: expected 1 at least, got 0.5" in said and "--server: expected nats://HOST:PORT" in said
+    assert "http.listen 0.0.0.0:9465: without TLS" in said
     assert not (tmp_path / "w").exists()
 
 

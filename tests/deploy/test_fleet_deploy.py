@@ -8,10 +8,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
 from sentinel.cli.join import join
+from sentinel.cli.listening import Listening
 from sentinel.cli.main import run_cli
 from sentinel.cli.ship import ship
 from sentinel.cli.worker import worker
@@ -23,9 +25,17 @@ from ..support.servers import need, run_tool
 from ..support.waiting import wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FLEET = DEPLOY / "kubernetes" / "fleet"
 VERBS = {"ship": ship, "join": join, "worker": worker}
-OBJECTS = {one["kind"]: one for path in FLEET.glob("*.yaml") for one in yaml.safe_load_all(path.read_text())}
+
+
+def objects(folder):
+    """Return kind -> object of a folder of `deploy/kubernetes`, which has one of each."""
+    paths = (DEPLOY / "kubernetes" / folder).glob("*.yaml")
+    return {one["kind"]: one for path in paths for one in yaml.safe_load_all(path.read_text())}
+
+
+OBJECTS, WORKERS = objects("fleet"), objects("fleet-workers")
+PODS = {"ship": OBJECTS["DaemonSet"], "join": OBJECTS["Deployment"], "worker": WORKERS["Deployment"]}
 
 
 def line_of(unit, name):
@@ -43,18 +53,19 @@ def test_units_start_what_there_is_and_write_where_they_may(verb, tmp_path):
     assert options["directory"] == f"/var/lib/{line_of(unit, 'StateDirectory')[0]}"
     assert options.get("drain_s", 0.0) < float(line_of(unit, "TimeoutStopSec")[0])
     assert line_of(unit, "Restart") == ["always"]
-    # Only what notifies may be waited for, and feeds a watchdog, which waits longer than a step does for rows of nodes.
-    assert line_of(unit, "Type") == (["notify"] if verb == "join" else [])
-    assert [float(one) > 2 * STALLED_S for one in line_of(unit, "WatchdogSec")] == ([True] if verb == "join" else [])
+    # Only what notifies may be waited for, and feeds a watchdog; a join's waits longer than a step does for rows of nodes.
+    assert line_of(unit, "Type") == ([] if verb == "ship" else ["notify"])
+    longest_s = {"join": 2 * STALLED_S, "worker": 30.0}.get(verb, 0.0)
+    assert [float(one) > longest_s for one in line_of(unit, "WatchdogSec")] == ([] if verb == "ship" else [True])
     if shutil.which("systemd-analyze") is not None:
         path = tmp_path / f"sentinel-{verb}.service"
         path.write_text(re.sub("^User=.*$", "User=daemon", unit, flags=re.MULTILINE).replace(program, "/bin/true"))
         assert run_tool("systemd-analyze", "verify", str(path)) == (0, "")
 
 
-@pytest.mark.parametrize(("kind", "verb"), [("DaemonSet", "ship"), ("Deployment", "join")])
-def test_pods_are_started_with_options_and_files_that_there_are(kind, verb):
-    spec = OBJECTS[kind]["spec"]["template"]["spec"]
+@pytest.mark.parametrize("verb", PODS)
+def test_pods_are_started_with_options_and_files_that_there_are(verb):
+    spec = PODS[verb]["spec"]["template"]["spec"]
     [container] = spec["containers"]
     first, *words = container["args"]
     options = VERBS[verb].make_context(verb, words).params
@@ -64,15 +75,60 @@ def test_pods_are_started_with_options_and_files_that_there_are(kind, verb):
 
     assert first == verb and len(given) == 2
     assert all(any(path == one or path.startswith(f"{one}/") for one in mounted) for path in [*used, *given] if path)
-    assert options["drain_s"] < spec["terminationGracePeriodSeconds"]
+    assert options.get("drain_s", 0.0) < spec["terminationGracePeriodSeconds"]
     volumes = {one["name"] for one in spec["volumes"]}
     for one in (*spec["initContainers"], container):
         assert {mount["name"] for mount in one["volumeMounts"]} <= volumes
         assert one["securityContext"]["readOnlyRootFilesystem"] and one["securityContext"]["capabilities"]["drop"] == ["ALL"]
     # The node's own login is copied from the secret of all, which the pod does not see.
     assert "/secret" not in mounted
-    label = OBJECTS[kind]["spec"]["selector"]["matchLabels"]
-    assert OBJECTS[kind]["spec"]["template"]["metadata"]["labels"] == label
+    label = PODS[verb]["spec"]["selector"]["matchLabels"]
+    assert PODS[verb]["spec"]["template"]["metadata"]["labels"] == label
+
+
+@pytest.mark.parametrize("verb", ["join", "worker"])
+def test_probes_and_prometheus_ask_where_it_listens(verb):
+    [container] = PODS[verb]["spec"]["template"]["spec"]["containers"]
+    first, *words = container["args"]
+    options = VERBS[verb].make_context(first, words).params
+    http = Listening(**{name: options[name] for name in Listening.__struct_fields__}).config()
+    service, monitor = (OBJECTS if verb == "join" else WORKERS)["Service"], objects("fleet-monitoring")["ServiceMonitor"]
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+
+    assert http.has_tls and container["ports"] == [{"name": "https", "containerPort": http.port}]
+    assert {name: one["path"] for name, one in probes.items()} == {
+        "startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz",
+    }  # fmt: skip
+    assert {(one["port"], one["scheme"]) for one in probes.values()} == {("https", "HTTPS")}
+    assert service["spec"]["ports"][0]["port"] == http.port
+    assert service["spec"]["selector"] == PODS[verb]["spec"]["selector"]["matchLabels"]
+    [wanted] = monitor["spec"]["selector"]["matchExpressions"]
+    assert service["metadata"]["labels"][wanted["key"]] in wanted["values"]
+    [endpoint] = monitor["spec"]["endpoints"]
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"]
+    # What the rules ask for.
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "sentinel"}]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_who_applies_the_fleet_with_workers_has_nodes_that_ship_to_them():
+    code, built = run_tool("kubectl", "kustomize", str(DEPLOY / "kubernetes" / "fleet-workers"))
+    assert code == 0, built
+
+    made = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(built)}
+
+    assert {name for kind, name in made if kind in ("DaemonSet", "Deployment")} == {
+        "sentinel-ship", "sentinel-join", "sentinel-worker",
+    }  # fmt: skip
+    [container] = made["DaemonSet", "sentinel-ship"]["spec"]["template"]["spec"]["containers"]
+    verb, *words = container["args"]
+    assert ship.make_context(verb, words).params["to_workers"]
+    assert not ship.make_context(
+        "ship", OBJECTS["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["args"][1:]
+    ).params["to_workers"]
+    for one in made.values():
+        assert one["metadata"]["namespace"] == "training"
+        kubernetes_validate.validate(one, "1.31", strict=True)
 
 
 def test_two_joins_share_one_volume_and_the_service_leads_to_the_one_that_works():
@@ -127,6 +183,11 @@ if [ "$1" = ship ]; then
     trap 'sleep 0.1; exit "${SHIP_EXIT:-0}"' TERM
     while :; do sleep 0.02; done
 fi
+if [ "$1" = worker ]; then
+    mkdir "$2"
+    echo "$@" > "$HOME/worked"
+    exit "${WORKER_EXIT:-0}"
+fi
 """
 
 
@@ -153,11 +214,9 @@ def node(tmp_path):
     }  # fmt: skip
 
 
-def played(name, environment, home):
-    done = subprocess.run(
-        ["bash", str(DEPLOY / "slurm" / name), "train.py"], env=environment, cwd=home, capture_output=True, timeout=240
-    )
-    return done.returncode
+def played(name, environment, home, *arguments):
+    command = ["bash", str(DEPLOY / "slurm" / name), *(arguments or ["train.py"])]
+    return subprocess.run(command, env=environment, cwd=home, capture_output=True, timeout=240).returncode
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -165,12 +224,14 @@ def test_a_job_is_shipped_from_prolog_to_epilog_and_what_is_not_held_stays(node,
     home, environment = node
     runs = home / "jobs" / "4711"
 
-    assert played("fleet_prolog.sh", {**environment, "SHIP_EXIT": str(code)}, home) == 0
+    to = "--to-workers" if code else ""
+    assert played("fleet_prolog.sh", {**environment, "SHIP_EXIT": str(code), "SENTINEL_SHIP": to}, home) == 0
     wait_for(lambda: (home / "shipped").exists() and (home / "shipped").read_text().endswith("\n"))
     verb, *words = (home / "shipped").read_text().split()
     assert runs.stat().st_mode & 0o777 == 0o700 and (runs / ".ship" / "login").stat().st_mode & 0o777 == 0o600
     options = ship.make_context(verb, words).params
     assert (options["directory"], options["node"], options["drain_s"]) == (str(runs), "gpu-1", 60.0)
+    assert options["to_workers"] is bool(code)
 
     assert played("fleet_epilog.sh", environment, home) == 0
     assert runs.exists() is bool(code)
@@ -194,7 +255,25 @@ def test_a_batch_script_ships_beside_the_trainer_and_drains_before_the_job_ends(
     trainer = home / "bin" / "trainer"
     trainer.write_text(trainer.read_text().replace("#!/bin/bash\n", waits))
     told = {**environment, "TRAINER": "trainer", "TRAINER_EXIT": str(trained), "SHIP_EXIT": str(shipped)}
+    told |= {"SENTINEL_SHIP": "--to-workers"} if shipped else {}
 
     assert played("fleet.sbatch", told, home) == trained
     assert (home / "trained").read_text() == f"{local} gpt-4711\n"
     assert local.exists() is bool(shipped)
+    verb, *words = (home / "shipped").read_text().split()
+    assert ship.make_context(verb, words).params["to_workers"] is bool(shipped)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_workers_of_a_job_of_their_own_leave_no_copies_behind(node, code):
+    home, environment = node
+    (home / "local").mkdir()
+    told = {**environment, "SLURM_PROCID": "1", "WORKER_EXIT": str(code)}
+
+    assert played("workers.sbatch", told, home, "--rules", "my rules.yaml") == code
+    assert (home / "worked").read_text().endswith("--rules my rules.yaml\n")
+    verb, *words = (home / "worked").read_text().replace("my rules", "rules").split()
+    options = worker.make_context(verb, words).params
+    copies = home / "local" / "sentinel-worker-4711-1"
+    assert (options["directory"], options["listen"]) == (str(copies), f"unix:{copies}/http")
+    assert not list((home / "local").iterdir())

@@ -141,8 +141,8 @@ def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(t
             assert run_tool("promtool", "check", "metrics", stdin=scraped(address)) == (0, "")
             with (
                 NatsBroker(tmp_path / "broker") as broker,
-                joined(tmp_path, broker.url) as join,
-                prometheus(tmp_path, address, rules, also=[join]) as url,
+                joined(tmp_path, broker.url) as (join, worker),
+                prometheus(tmp_path, address, rules, also=[join, worker]) as url,
             ):
                 waiting = [(param.values[1]["title"], one["expr"]) for param in PANELS for one in param.values[1]["targets"]]
 
@@ -166,13 +166,16 @@ def test_each_panel_shows_data_of_a_real_daemon_that_a_real_prometheus_scrapes(t
 
 @contextlib.contextmanager
 def joined(directory, broker):
-    """Yield the address of a join to which a node ships a run of its own, in digests."""
-    address = f"127.0.0.1:{free_port()}"
-    small_run(directory / "node" / "run").write(20)
-    (directory / "node").chmod(0o700)
+    """Yield the addresses of a join to which a node ships a run of its own, in digests, and of a worker with another one."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    for name in ("node", "ship"):
+        small_run(directory / name / f"run-{name}").write(20)
+        (directory / name).chmod(0o700)
     commands = (
-        ["join", str(directory / "joined"), "--server", broker, "--listen", address, "--open-reads"],
+        ["join", str(directory / "joined"), "--server", broker, "--listen", addresses[0], "--open-reads"],
+        ["worker", str(directory / "worker"), "--server", broker, "--listen", addresses[1], "--open-reads"],
         ["node", str(directory / "node"), "--server", broker, "--node", "node0"],
+        ["ship", str(directory / "ship"), "--server", broker, "--node", "node1", "--to-workers"],
     )
     with contextlib.ExitStack() as stack:
         for verb in commands:
@@ -180,7 +183,7 @@ def joined(directory, broker):
             process = subprocess.Popen([*cli(), *verb], stderr=log)
             stack.callback(process.wait, 240)
             stack.callback(process.terminate)
-        yield address
+        yield addresses
 
 
 def scraped(address):

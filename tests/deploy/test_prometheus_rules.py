@@ -7,10 +7,12 @@ import pytest
 import yaml
 
 from sentinel.cli.serve import serve
+from sentinel.fleet.subjects import NUM_PARTITIONS
+from sentinel.report.metrics import MetricsSnapshot
 from sentinel.report.prometheus_page import MetricsCollector
 
 from ..support.servers import need, run_tool
-from ..support.snapshots import full_run, full_snapshot
+from ..support.snapshots import a_worker, full_run, full_snapshot
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -72,6 +74,10 @@ def test_a_quiet_case_looks_at_what_the_alert_is_about(alert):
     assert alert == "Watchdog" or given & about
 
 
+def test_partitions_are_missed_where_there_are_fewer_than_there_are():
+    assert ALERTS["SentinelPartitionsFree"]["expr"].endswith(f" < {NUM_PARTITIONS}")
+
+
 @pytest.mark.parametrize("alert", ALERTS)
 def test_each_alert_says_what_is_wrong_and_leads_to_its_page(alert):
     rule = ALERTS[alert]
@@ -86,8 +92,9 @@ def test_each_alert_says_what_is_wrong_and_leads_to_its_page(alert):
 
 
 def test_every_metric_in_the_rules_exists():
-    body, _ = MetricsCollector(lambda: full_snapshot((full_run(),))).render()
-    names = {line.split("{")[0].split()[0] for line in body.decode().splitlines() if not line.startswith("#")}
+    snapshots = (full_snapshot((full_run(),)), MetricsSnapshot(worker=a_worker()))
+    shown = [MetricsCollector(lambda one=one: one).render()[0].decode() for one in snapshots]
+    names = {line.split("{")[0].split()[0] for body in shown for line in body.splitlines() if not line.startswith("#")}
     recorded = {rule["record"] for rule in RULES if "record" in rule}
 
     for rule in RULES:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sentinel.cli.main import BAD_USAGE, run_cli
 from sentinel.command import Command
@@ -34,8 +35,11 @@ from ..support.fleet_parts import (
     split,
 )
 from ..support.nats_broker import NatsBroker
+from ..support.ports import free_port
+from ..support.servers import get, get_json, is_up
 from ..support.serving import NOW, judge_run
 from ..support.waiting import wait_for, wait_for_words
+from ..support.warm import cli
 from .test_digests import KINDS, STEPS, with_faults
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -275,6 +279,52 @@ def test_acks_and_commands_of_who_has_the_key_pass_a_worker_and_status_says_who_
     fleet.worker()
     fleet.goes_on()
     fleet.finish()
+
+
+def test_a_process_says_over_http_how_it_is_while_nodes_ship_through_it(tmp_path: Path, broker: NatsBroker) -> None:
+    fleet = Relayed(tmp_path, broker, "pp2 dp2", num_steps=8, key=RunKey(b"k" * 32))
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    url = f"http://127.0.0.1:{free_port()}"
+    listen = ["--listen", url.removeprefix("http://"), "--open-reads"]
+    options = ["--server", broker.url, "--key", str(key), "--takeover-s", "2", *listen]
+
+    def shown() -> dict[str, float]:
+        """Each family -> the sum of its samples."""
+        families = text_string_to_metric_families(get(f"{url}/metrics").decode())
+        return {one.name.removeprefix("sentinel_worker_"): sum(each.value for each in one.samples) for one in families}
+
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*cli(), "worker", str(tmp_path / "w1"), *options], stderr=log)
+    try:
+        wait_for(fleet.has_all)
+        assert get_json(f"{url}/readyz") == {"ready": True, "standby_of": []}
+        assert (get_json(f"{url}/healthz")["num_nodes"], shown()["refused"]) == (2, 0)
+        first = shown()
+        assert (first["partitions"], first["partition_epoch"], first["nodes"], first["workers"]) == (64, 64, 2, 1)
+        fleet.goes_on()
+        wait_for(fleet.has_all)
+        wait_for(lambda: shown()["bytes"] == bytes_of(fleet.nodes))
+        assert 0 < first["bytes"] < bytes_of(fleet.nodes) and shown()["published_bytes"] > first["published_bytes"] > 0
+
+        stranger = Shipper(fleet.nodes[1], "node7", broker.url, ways=TO_WORKERS)
+        wait_for(lambda: any(".node7: " in one for one in get_json(f"{url}/healthz")["problems"]))
+        assert shown()["refused"] > 0 and shown()["sentinel_problems"] > 0
+        stranger.drop()
+
+        broker.kill()
+        wait_for(lambda: shown()["broker_connected"] == shown()["partitions"] == 0)
+        assert not is_up(f"{url}/readyz") and "is not reached" in get_json(f"{url}/healthz")["problems"][0]
+        assert shown()["bytes"] >= bytes_of(fleet.nodes), "what came of nodes that it has no more still counts"
+        broker.start()
+        wait_for(lambda: is_up(f"{url}/readyz") and shown()["partition_epoch"] > 64)
+        fleet.finish()
+        process.terminate()
+        assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from sentinel.store.journal import Journal
 
 from ..support.anomalies import a_nan, an_excursion
 from ..support.merged_steps import FlatLayout, merged_step
-from ..support.object_store import ObjectStore, google_object_store, object_store
+from ..support.object_store import ACCOUNT_KEY, ObjectStore, azure_object_store, google_object_store, object_store
 from ..support.waiting import wait_for
 from .test_found_rows import commit
 from .test_vector_rows import LAYOUT, histogram
@@ -56,6 +57,12 @@ def store() -> Iterator[ObjectStore]:
 def google_store() -> Iterator[None]:
     with google_object_store():
         yield
+
+
+@pytest.fixture(scope="module")
+def azure_store() -> Iterator[str]:
+    with azure_object_store() as found:
+        yield found
 
 
 @pytest.fixture
@@ -110,12 +117,12 @@ def everything(*places: Path | str) -> dict[str, Any]:
         return {view: answered(connection, f"SELECT * FROM {view} ORDER BY ALL") for view in VIEWS}
 
 
-@pytest.mark.parametrize("url", ["file://{there}", "memory://runs", "gs://bucket/runs"])
+@pytest.mark.parametrize("url", ["file://{there}", "memory://runs", "gs://bucket/runs", "abfs://bucket/runs"])
 def test_views_of_any_store_are_those_of_the_disk(
     written: Path, grown: Path, url: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if url.startswith("gs:"):
-        request.getfixturevalue("google_store")
+    if (name := {"gs": "google_store", "abfs": "azure_store"}.get(url.partition(":")[0])) is not None:
+        request.getfixturevalue(name)
     for run in (written, grown):
         remote = pushed(run, url.format(there=tmp_path))
 
@@ -345,7 +352,7 @@ def test_the_history_of_another_run_is_not_written_over(
         ("https://host/run?X-Amz-Signature=hunter2", r"https://host/run\?\*\*\*: expected a URL without credentials"),
         ("simplecache::s3://bucket/run", "expected the URL of one store"),
         ("s4://bucket/run", "s4.*known are s3, gs, abfs"),
-        ("abfs://bucket/run", "pip install 'adlfs'"),
+        ("oci://bucket/run", "pip install 'the package that fsspec wants for \"oci\"'"),
     ],
 )
 def test_an_error_says_what_is_wrong_and_no_secret(store: ObjectStore, url: str, words: str) -> None:
@@ -365,6 +372,52 @@ def test_who_may_not_read_is_told_so(bucket: ObjectStore, written: Path) -> None
             push(written, remote)
 
     assert "AKIAKEY" not in str(told.value) and "wJalrXUt" not in str(told.value)
+
+
+def test_azure_s_store_deletes_in_time_and_knows_a_container_by_its_account(
+    azure_store: str, written: Path, grown: Path
+) -> None:
+    for now in (NOW, NOW + 1, NOW + 2 + GRACE_S):
+        remote = pushed(grown if now > NOW else written, "abfs://bucket/kept", now)
+
+    named = {one.name for one in read_manifest(grown / "history").files}
+    assert remote.folder.sizes().keys() == named | {MANIFEST, read_manifest(grown / "history").series}
+    account = "abfss://bucket@devstoreaccount1.dfs.core.windows.net"
+    assert everything(f"{account}/kept/run") == everything(grown)
+    with pytest.raises(StoreError, match=r"abfs://nobody/runs/run.*there is no such bucket"):
+        sentinel.open("abfs://nobody/runs/run").sql("FROM steps")
+
+
+def test_azure_s_store_says_who_may_not_read_or_write_in_words_and_no_key(
+    azure_store: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = pushed(written, "abfs://bucket/closed")
+    another = ACCOUNT_KEY.replace("Eby8", "Eby9")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure_store.replace(ACCOUNT_KEY, another))
+    folder, said = StoreFolder(remote.url), ""
+
+    for ask, words in (
+        (lambda: sentinel.open(remote.url).series("loss"), "no right to read manifest.json"),
+        (lambda: push(written, RemoteRun(remote.url)), "no right to read manifest.json"),
+        (lambda: folder.replace("x", b"x"), "no right to write x"),
+        (lambda: folder.delete("x"), "no right to delete x"),
+        (folder.sizes, "no right to list"),
+    ):
+        with pytest.raises(StoreError, match=words) as told:
+            ask()
+        said += str(told.value)
+    assert "as in AZURE_STORAGE_CONNECTION_STRING" in said and "Eby" not in said
+
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    with pytest.raises(ConfigError, match=r"client does not start.*as in AZURE_STORAGE_CONNECTION_STRING"):
+        StoreFolder(remote.url)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+
+    with pytest.raises(ConfigError, match="pip install 'adlfs'"):
+        StoreFolder("az://bucket/run")  # What fsspec has imported once it keeps, by scheme.
 
 
 def test_a_query_reaches_no_other_object_and_writes_none(bucket: ObjectStore, written: Path) -> None:

@@ -17,7 +17,7 @@ from sentinel.report.prometheus_page import DAEMON_SERIES, MAX_LABEL, MAX_SERIES
 from sentinel.report.run_series import CORE_SERIES, OTHER
 from sentinel.report.stage_times import STAGES
 
-from ..support.snapshots import full_run, full_snapshot
+from ..support.snapshots import a_worker, full_run, full_snapshot
 
 
 def scrape(snapshot, collector=None):
@@ -105,6 +105,22 @@ def test_a_join_says_how_it_is_and_names_the_nodes_furthest_behind_alone():
     named = {dict(labels)["node"] for name, labels in samples if name == "sentinel_join_node_lag_seconds"}
     assert named == {f"node-{number}" for number in range(10)}
     assert not [name for name, _ in scrape(MetricsSnapshot()) if name.startswith("sentinel_join")]
+
+
+def test_a_worker_says_how_it_is_and_nothing_that_only_a_daemon_has():
+    samples = scrape(MetricsSnapshot(worker=a_worker(32), start_time=1.0, disks={"copies": (1, 2)}))
+
+    assert samples["sentinel_worker_partitions", ()] == 32 and samples["sentinel_worker_workers", ()] == 2
+    assert samples["sentinel_worker_partition_epoch", (("partition", "31"),)] == 3
+    assert samples["sentinel_worker_nodes", (("state", "live"),)] == 4
+    assert samples["sentinel_worker_waiting_bytes", ()] == 30 and samples["sentinel_worker_lag_seconds", ()] == 4
+    assert samples["sentinel_worker_refused_total", ()] == 2 and samples["sentinel_worker_dropped_total", ()] == 0
+    ours = {name for name, _ in samples if not name.startswith(("sentinel_worker_", "process_"))}
+    assert ours == {
+        "sentinel_build_info", "sentinel_start_timestamp_seconds", "sentinel_problems", "sentinel_disk_free_bytes",
+        "sentinel_disk_size_bytes",
+    }  # fmt: skip
+    assert len(scrape(MetricsSnapshot(worker=a_worker()))) < 110
 
 
 def test_what_is_not_configured_has_no_series():
@@ -247,8 +263,9 @@ def test_every_sample_of_a_group_is_there():
 
 def test_every_metric_is_in_the_docs(pytestconfig):
     text = (pytestconfig.rootpath / "docs" / "configuration.md").read_text()
-    body, _ = MetricsCollector(lambda: full_snapshot((full_run(),))).render()
+    snapshots = (full_snapshot((full_run(),)), MetricsSnapshot(worker=a_worker()))
+    shown = [MetricsCollector(lambda one=one: one).render()[0].decode() for one in snapshots]
 
-    names = {line.split()[2] for line in body.decode().splitlines() if line.startswith("# TYPE")}
+    names = {line.split()[2] for body in shown for line in body.splitlines() if line.startswith("# TYPE")}
 
     assert sorted(name for name in names if f"`{name}`" not in text and not name.startswith("process_")) == []

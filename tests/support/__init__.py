@@ -23,7 +23,7 @@
 | judge steps on paper, of norms alone | `paper_run`: `PaperRun`, `plant_nan` |
 | see which files a process left open | `open_files`: `open_files` |
 | wait until something is so | `waiting`: `wait_for`, `wait_for_words` |
-| show what a daemon shows at a scrape | `snapshots`: `full_run`, `full_snapshot` |
+| show what a daemon or a worker shows at a scrape | `snapshots`: `full_run`, `full_snapshot`, `a_worker` |
 | have a run of Weights & Biases that its own client wrote | `wandb_run`: `write_wandb_run` |
 | have a server of Weights & Biases that its own client takes for one | `wandb_server`: `WandbServer`, which may fail |
 | have a rank that traces tensors | `traces`: `TracingRank`, a step at a time |
@@ -41,7 +41,7 @@
 | look at the page as a browser shows it | `browser`: `chromium`, `Looked`, which notes what the browser complains of |
 | have alerts go through all stages of a sink | `sink_bench`: `SinkBench`, `FakeSink`, by a clock that jumps |
 | have a Slack that answers | `slack_server`: `FakeSlack`, in memory and over HTTP |
-| have an S3 that counts what it is asked for, or Google's store | `object_store`: `object_store`, `google_object_store` |
+| have an S3 that counts what it is asked for, Google's or Azure's store | `object_store`: `object_store`, ... |
 
 Synthetic runs, planted faults, a clock and the battery of detectors are in `sentinel.testing`, which others have too.
 """

@@ -1,12 +1,16 @@
-"""A store that speaks as S3 does, on a free port, which counts what it is asked for and how much it answers."""
+"""Stores on free ports: S3's, which counts what it is asked for and how much it answers, Google's, and Azure's."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import socket
+import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import boto3
@@ -15,6 +19,14 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from .ports import free_port
+from .waiting import wait_for
+
+AZURITE = Path(__file__).parents[2] / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+"""Where `.ci/run` installs the emulator of Azure's store."""
+ACCOUNT, ACCOUNT_KEY = (
+    "devstoreaccount1", "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+)  # fmt: skip
+"""The same in every emulator of Azure's store; no secret."""
 
 
 class Asked(NamedTuple):
@@ -105,3 +117,38 @@ def google_object_store() -> Iterator[None]:
             yield
         finally:
             server.stop()
+
+
+@contextlib.contextmanager
+def azure_object_store() -> Iterator[str]:
+    """Have a store that speaks as Azure's does, with a container `bucket`, which adlfs finds by the connection string that
+    this yields; skips the test where the emulator or the package is missing.
+    """
+    program = shutil.which("azurite-blob") or shutil.which(AZURITE)
+    if program is None:
+        pytest.skip(f"not installed: azurite, neither on the path nor as {AZURITE}")
+    pytest.importorskip("adlfs", reason="not installed: adlfs")
+    from azure.storage.blob import BlobServiceClient
+
+    port = free_port()
+    # It knows versions of the protocol up to a date; clients that are newer say theirs.
+    options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+    server = subprocess.Popen([program, "--blobPort", str(port), *options], stdout=subprocess.DEVNULL)
+    where = f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT}"
+    found = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};{where};"
+
+    def listens() -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AZURE_STORAGE_CONNECTION_STRING", found)
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        try:
+            wait_for(listens, f"azurite on {port}, exit code {server.poll()}")
+            with BlobServiceClient.from_connection_string(found) as client:
+                client.create_container("bucket")
+            yield found
+        finally:
+            server.terminate()
+            server.wait(60)

@@ -11,6 +11,7 @@ from sentinel.join_health import JoinHealth, NodeHealth
 from sentinel.report.durations import DurationCounts
 from sentinel.report.metrics import MetricsSnapshot, MirrorCounts, NormAggregate, RunMetrics
 from sentinel.report.pipeline import LATENCY_BOUNDS_S
+from sentinel.worker_health import WorkerHealth
 
 
 def full_run(name: str = "run", **changes: Any) -> RunMetrics:
@@ -41,6 +42,15 @@ def a_join(num_nodes: int = 2000) -> JoinHealth:
         held_bytes=7,
         counts={"refused": 4, "digested_steps": 5},
     )
+
+
+def a_worker(num_partitions: int = 64) -> WorkerHealth:
+    """Return what a worker of a fleet says."""
+    return WorkerHealth(
+        is_connected=True, is_renewed=True, partitions=dict.fromkeys(range(num_partitions), 3), num_workers=2, num_nodes=5,
+        num_silent=1, held_bytes=1, ahead_bytes=2, waiting_bytes=30, lag_bytes=20, lag_s=4.0,
+        counts={"chunks": 6, "bytes": 1000, "refused": 2, "taken_partitions": 65},
+    )  # fmt: skip
 
 
 def full_snapshot(runs: tuple[RunMetrics, ...], num_sinks: int = 1, **changes: Any) -> MetricsSnapshot:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sentinel.control.acts import ActRequest
+from sentinel.daemon.http.process_api import ProcessApi
 from sentinel.daemon.http.run_questions import RunQuestions
 from sentinel.daemon.run_status import RunChanges
 from sentinel.errors import SentinelError
@@ -43,22 +44,12 @@ class Unavailable(SentinelError):
     """A request that is right and cannot be done now: the journal or the control folder cannot be written."""
 
 
-class DaemonApi(Protocol):
+class DaemonApi(ProcessApi, Protocol):
     """What can be asked of a daemon. Every method may be called from any thread and returns at once."""
 
     @property
     def questions(self) -> RunQuestions:
         """What is asked of what the runs have measured; only there an answer may take seconds."""
-        ...
-
-    def health(self) -> dict[str, Any]:
-        """Return {"status": "ok" | "degraded" | "standby" | "stopping" | "stuck", "problems": [...], "standby_of": [...],
-        "version": ...}. standby_of: the processes that serve runs in our place."""
-        ...
-
-    def is_ready(self) -> bool:
-        """Return whether rules are loaded and every run there was at the start has been read to its end once; never of a
-        standby."""
         ...
 
     def runs(self) -> list[dict[str, Any]]:
@@ -107,8 +98,4 @@ class DaemonApi(Protocol):
 
     def reload(self) -> dict[str, Any]:
         """Read configuration and rule packs again: {"outcome": "ok" | "failed", "problem": ..., "pack_hash": ...}."""
-        ...
-
-    def metrics(self, accept: str) -> tuple[bytes, str]:
-        """Return (body, content type) of a scrape."""
         ...

@@ -1,6 +1,6 @@
 """One function an endpoint: reads the request, asks the daemon, and writes the answer.
 
-Starlette runs each in a thread of its pool; those of the health are coroutines, which a full pool does not delay.
+Starlette runs each in a thread of its pool.
 """
 
 from __future__ import annotations
@@ -65,27 +65,6 @@ def incident_story(request: Request) -> Response:
     """Return all that is known of an incident, open or over: what a message says of it, its revisions, its anomalies."""
     shown = api_of(request).incident(request.query_params.get("run"), request.path_params["incident"])
     return plain(story_of(shown))
-
-
-def metrics(request: Request) -> Response:
-    """Return a scrape, in the format that was asked for."""
-    body, content_type = api_of(request).metrics(request.headers.get("accept", ""))
-    return Response(body, headers={"Content-Type": content_type})
-
-
-async def healthz(request: Request) -> Response:
-    """Return the health; 503 where the loop does not come round. Who may not read gets the status alone."""
-    health = api_of(request).health()
-    told = health if request.state.may_read else {"status": health["status"]}
-    return plain(told, 503 if health["status"] == "stuck" else 200)
-
-
-async def readyz(request: Request) -> Response:
-    """Return whether all that there was at the start has been judged; 503 until then, and while another daemon serves."""
-    api = api_of(request)
-    is_ready = api.is_ready()
-    told = {"standby_of": api.health()["standby_of"]} if request.state.may_read else {}
-    return plain({"ready": is_ready, **told}, 200 if is_ready else 503)
 
 
 def runs(request: Request) -> Response:

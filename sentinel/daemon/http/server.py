@@ -9,15 +9,18 @@ import socket
 import stat
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sentinel.daemon.http.config import HttpConfig
 from sentinel.daemon.http.credentials import Credentials
-from sentinel.daemon.http.daemon_api import DaemonApi
+from sentinel.daemon.http.process_api import ProcessApi
 from sentinel.daemon.http.request_gate import RequestGate
 from sentinel.errors import ConfigError
 
 if TYPE_CHECKING:  # Loaded in the thread that serves: it takes as long as judging a step.
+    from starlette.applications import Starlette
+
+    from sentinel.daemon.http.daemon_api import DaemonApi
     from sentinel.daemon.http.event_loop import EventLoop
     from sentinel.daemon.http.event_stream import EventStreams
 
@@ -30,8 +33,14 @@ MAX_WAITING = 512
 class HttpServer:
     """Serves an application from a thread of its own until stopped. The port is bound, and known, before it serves."""
 
-    def __init__(self, api: DaemonApi, config: HttpConfig, credentials: Credentials) -> None:
-        """Bind the address; ConfigError when that cannot be."""
+    def __init__(
+        self, api: DaemonApi | ProcessApi, config: HttpConfig, credentials: Credentials, *, has_page: bool = True
+    ) -> None:
+        """Bind the address; ConfigError when that cannot be.
+
+        has_page: the api is a `DaemonApi`, and all that it answers is served; else metrics and health alone.
+        """
+        self._has_page = has_page
         self._api, self._config, self._credentials = api, config, credentials
         self._gate = RequestGate(config, credentials.tokens)
         self._socket = listening_socket(config)
@@ -96,17 +105,25 @@ class HttpServer:
 
     def _serve(self) -> None:
         try:
-            from sentinel.daemon.http.app import make_app
             from sentinel.daemon.http.event_loop import EventLoop
 
             certificate = self._credentials.certificate
             tls = None if certificate is None else certificate.context
-            app = make_app(self._api, self._gate)
-            self._streams = app.state.streams
-            self._server = EventLoop(app, tls)
+            self._server = EventLoop(self._app(), tls)
             self._server.run(sockets=[self._socket])
         except Exception:
             log.exception("the HTTP server ended")
+
+    def _app(self) -> Starlette:
+        if not self._has_page:
+            from sentinel.daemon.http.process_app import make_process_app
+
+            return make_process_app(self._api, self._gate)
+        from sentinel.daemon.http.app import make_app
+
+        app = make_app(cast("DaemonApi", self._api), self._gate)
+        self._streams = app.state.streams
+        return app
 
 
 def listening_socket(config: HttpConfig) -> socket.socket:
