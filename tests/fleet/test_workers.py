@@ -281,6 +281,7 @@ def test_acks_and_commands_of_who_has_the_key_pass_a_worker_and_status_says_who_
     fleet.finish()
 
 
+@pytest.mark.long
 def test_a_process_says_over_http_how_it_is_while_nodes_ship_through_it(tmp_path: Path, broker: NatsBroker) -> None:
     fleet = Relayed(tmp_path, broker, "pp2 dp2", num_steps=8, key=RunKey(b"k" * 32))
     key = tmp_path / "key"
