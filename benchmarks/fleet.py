@@ -24,13 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sentinel.fleet.node_run import THINNED_BYTES
-
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.node_digests import RunDigests
+from sentinel.fleet.node_run import THINNED_BYTES
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.shipping import Shipping
 from sentinel.fleet.spool_cursor import SpoolCursor, without_payloads

@@ -52,7 +52,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, stop)
     while not stopping and any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
         time.sleep(0.05)
-    first = next((code for code in (rank.poll() for rank in ranks) if code), 0)
+    # Of several that ended within one look those that a signal killed were first: others lose their connection to them.
+    first = min((code for code in (rank.poll() for rank in ranks) if code), default=0)
     end_ranks(ranks)
     return 143 if stopping and not first else first if first >= 0 else 128 - first
 

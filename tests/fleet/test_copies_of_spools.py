@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sentinel.fleet.node_spool import RESEND_S
 
 from sentinel.errors import ConfigError, WireError
 from sentinel.fleet import copied_runs, spool_cursor
@@ -19,6 +18,7 @@ from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.intake_tally import REFUSED_S
 from sentinel.fleet.node_runs import BEAT_S, BUSY_S, HEARTBEATS_S, MAX_PACE_S, NodeRuns
+from sentinel.fleet.node_spool import RESEND_S
 from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S
 from sentinel.fleet.sealed import (
     TOGETHER_BYTES,

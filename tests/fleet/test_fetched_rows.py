@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sentinel.fleet.node_spool import RESEND_S
 
 from sentinel.errors import StoreError, WireError
 from sentinel.fleet import fetched_rows, node_run
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.node_spool import RESEND_S
 from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
     DigestPiece,
