@@ -238,6 +238,7 @@ def test_a_ship_that_ends_waits_for_the_join(tmp_path: Path, broker: NatsBroker)
     ]
 
 
+@pytest.mark.long
 def test_acks_and_commands_of_who_has_the_key_pass_a_worker_and_status_says_who_it_is(
     tmp_path: Path, broker: NatsBroker
 ) -> None:

@@ -22,7 +22,7 @@ from .layout import EVERYTHING, Build, Trainer, train_ranks
 pytestmark = pytest.mark.slow
 NUM_STEPS = 5
 BROKEN_AT = 3
-LONG = set(LAYOUTS) - {"ep", "tp_x_pp"}
+LONG = set(LAYOUTS) - {"ep"}
 
 
 def on_two_machines(build: Build) -> Trainer:
