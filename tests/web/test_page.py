@@ -179,7 +179,9 @@ def test_the_link_of_a_message_opens_its_incident_which_can_be_acknowledged(
     page = looked.go(f"/incidents/{name}?run={GOOD}", "CRITICAL resolved")
 
     story = page.locator("dl.story").inner_text()
-    assert "began with" in story and "layers.2.attn" in story and "what to do" in story
+    # One click, that on the link: module, rank, micro-step and machine stand there, and what to do.
+    assert re.search(r"began with\s+layers\.2\.attn \(activation\) rank 2 micro_step 0", story)
+    assert f"step {BAD}" in story and "rank 2, where it began: node0" in story and "what to do" in story
     page.get_by_text("std of layers.2.attn (activation)").wait_for()
     page.get_by_text("anomalies that followed").click()
     page.get_by_text("1 first cause").wait_for()
