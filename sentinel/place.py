@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -66,14 +65,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return {axis: self.coordinate(axis) for axis in AXES if self.size(axis) > 1}
 
 
-def world_size_of(reported: Mapping[int, int]) -> int:
+def world_size_of(num_reports: Mapping[int, int], last_rank: int) -> int:
     """Return how many ranks a run has: of the numbers that ranks report, and that have room for all of them, the commonest.
 
     Of two that are equally common the smaller: then no rank is waited for that may not exist.
-    reported: rank -> its number; not empty.
+    num_reports: number of ranks -> how many ranks report it; not empty. last_rank: the highest that reports.
     """
-    last = max(reported)
-    counts = Counter(size for size in reported.values() if size > last) or Counter(reported.values())
+    counts = {size: num for size, num in num_reports.items() if size > last_rank} or num_reports
     return min(counts, key=lambda size: (-counts[size], size))
 
 

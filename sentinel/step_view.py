@@ -99,7 +99,7 @@ class Replicas(msgspec.Struct, frozen=True):
     holders: tuple[Holder, ...]
     """Ranks rising; at least two."""
     number: int = -1
-    """Of the shard in its layout (`Layout.copies_of`)."""
+    """Of the shard in its layout."""
 
 
 class CopySet(msgspec.Struct, frozen=True):
@@ -154,8 +154,8 @@ class Layout(Protocol):
         """The logical tensors, by their index."""
 
     @property
-    def replicas(self) -> list[Replicas]:
-        """Copies that must be bit-identical, where there are several."""
+    def replicated(self) -> frozenset[int]:
+        """Indices of the logical tensors of which several ranks hold copies that must be bit-identical."""
 
     @property
     def added_copies(self) -> list[CopySet]:

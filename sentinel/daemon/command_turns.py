@@ -12,6 +12,8 @@ from sentinel.ingest.incarnation import SpoolRecord
 
 LOOK_S = 0.05
 """The folder of commands is looked at so often when nothing else calls for it."""
+MANY_RANKS = 1024
+"""Of so many ranks something comes at each look, and a turn looks at all of them: it must not cost a core."""
 
 
 class CommandTurns:
@@ -21,7 +23,8 @@ class CommandTurns:
         self._commanding, self._gauges = commanding, gauges
         self._live = LiveRanks()
         self._step_start = StepStart()
-        self._due = 0.0
+        self._due = self._rests_until = 0.0
+        self._num_known = 0
 
     def receive(self, records: Iterable[SpoolRecord], mono: float) -> None:
         """Take note of who wrote. mono: monotonic seconds."""
@@ -34,10 +37,11 @@ class CommandTurns:
 
         Returns the ranks that write now, each with the newest step that it ended; None: it was too early.
         """
-        if not is_due and mono < self._due:
+        if (not is_due and mono < self._due) or mono < self._rests_until:
             return None
         self._due = mono + LOOK_S
         known = stages.follower.incarnations.values()
+        self._num_known = len(known)
         live = self._live.now(known, mono)
         ended = live.ended
         at_work = [one.heartbeat.step for one in known if one.heartbeat and one.rank in ended]
@@ -57,3 +61,10 @@ class CommandTurns:
             begun_s=begun_s,
         )
         return ended
+
+    def rest(self, took_s: float, mono: float) -> None:
+        """Say what a turn took, with what is told of it: of many ranks the next comes after twenty times as long.
+
+        mono: monotonic seconds.
+        """
+        self._rests_until = mono + 20.0 * took_s if self._num_known >= MANY_RANKS else 0.0

@@ -184,10 +184,12 @@ class ServedRun:
             if now - self.last_received > FORGET_S:
                 self.recent.clear()
             # Whoever was heard when the turn began is not silent for what others took meanwhile.
-            mono = time.monotonic() - self._turns.left_s
-            heard = self._command_turns.turn(self._stages, now, mono, is_due=has_moved)
+            begun = time.monotonic()
+            heard = self._command_turns.turn(self._stages, now, begun - self._turns.left_s, is_due=has_moved)
             if heard is not None:
                 self.status.publish(self._stages, now, heard=heard)
+                ended = time.monotonic()
+                self._command_turns.rest(ended - begun, ended - self._turns.left_s)
         return has_moved
 
     def finish(self, now: float, *, is_over: bool, deadline: float) -> bool:

@@ -6,15 +6,16 @@ import contextlib
 import json
 import math
 import os
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import defaultdict, deque
 from pathlib import Path
+from typing import NamedTuple
 
 from sentinel.errors import WireError
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
-from sentinel.fleet.spool_cursor import last_index, size_of
+from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
+from sentinel.ingest.arrivals import Arrived
 from sentinel.join_health import NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
@@ -27,8 +28,23 @@ SILENT_S = 30.0
 FORGOTTEN_S = 3600.0
 """A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
 MAX_FOLDER_CHARS = 64
+ACKS_A_SECOND = 512
+"""Of the files that say what is committed so many are looked at a second: of thousands a look at each beat costs a tenth of
+a core. A node frees some seconds later what it need not keep."""
+MAX_NEWS_BYTES, MAX_ARRIVED_BYTES = 16 * 2**20, 16 * 2**10
+"""Most bytes of what was written that are held for the one who reads it, of all spools and of one: a bound on memory, and on
+what he holds of it. Heartbeats and the ends of steps are small; rows are read from the disk."""
 OWNER = "node"
 """File in the folder of a copy that names the node from which it comes."""
+
+
+class _Held(NamedTuple):
+    """A chunk that waits."""
+
+    begin: FilePlace
+    end: FilePlace
+    is_beats: bool
+    """It is heartbeats and nothing else."""
 
 
 class RunCopies:
@@ -55,14 +71,15 @@ class RunCopies:
         self._spoke: dict[str, tuple[float, int, float]] = {}
         """Node -> (when its newest beat came, bytes that wait there, seconds for which they have)."""
         self._held: deque[tuple[float, SpoolChunk]] = deque()
-        self._num_held = Counter[str]()
-        """Folder of a spool -> chunks of it that wait."""
+        self._held_of = defaultdict[str, list[_Held]](list)
+        """Folder of a spool -> what of it waits, in the order in which it came."""
         self._numbers: dict[str, tuple[str, int]] = {}
         """Node -> `number` of its newest beat."""
         self._behind: set[str] = set()
         """Folders of spools that hold more than their copies, or may: their nodes have not spoken yet."""
-        self._news: set[str] = set()
-        """Folders of copies to which anything was written since `take_news`."""
+        self._news: dict[str, Arrived | None] = {}
+        """Folders of copies to which anything was written since `take_news`, with what that was, if it is held."""
+        self._news_bytes = 0
         self._spoken: set[str] = set()
         """Nodes that have said since the beginning what they hold."""
 
@@ -90,18 +107,18 @@ class RunCopies:
 
     def claim(self, folder: str, node: str) -> str:
         """Return why a spool is not taken from a node; empty: it is its own from now on, if it was nobody's."""
+        owner = self._owners.get(folder)
+        if owner == node:
+            return ""
         if parse_incarnation_folder(folder) is None or len(folder) > MAX_FOLDER_CHARS:
             why = f"run {self._name}: node {node}: expected the folder of a spool, got {printable(folder[:64])!r}"
             self._tally.say(f"{self._name}/{folder}", why)
             return why
-        owner = self._owners.get(folder)
         if owner is None:
             return self._begin(folder, node)
-        if owner != node:
-            why = f"run {self._name}: spool {folder} is node {owner}'s, and node {node} sends it too: that is refused"
-            self._tally.say(f"{self._name}/{folder}/{node}", why)
-            return why
-        return ""
+        why = f"run {self._name}: spool {folder} is node {owner}'s, and node {node} sends it too: that is refused"
+        self._tally.say(f"{self._name}/{folder}/{node}", why)
+        return why
 
     def _begin(self, folder: str, node: str) -> str:
         path = self._run_dir / "spool" / folder
@@ -144,9 +161,9 @@ class RunCopies:
             self._seen_until[node] = max(self._seen_until.get(node, 0.0), beat.echo[1] / 1e9)
         if beat.is_leaving:
             del self.heard[node], self._spoke[node]
-        return {folder: self._compared(folder, head, node) for folder, head in beat.spools.items()}
+        return {folder: self._compared(folder, head, node, now) for folder, head in beat.spools.items()}
 
-    def _compared(self, folder: str, head: SpoolHead, node: str) -> SpoolHeld:
+    def _compared(self, folder: str, head: SpoolHead, node: str, now: float) -> SpoolHeld:
         if refused := self.claim(folder, node):
             return SpoolHeld(FilePlace(), refused=refused)
         copy = self.copies[folder]
@@ -155,7 +172,7 @@ class RunCopies:
             # A beat that was on its way for longer than the next one knows less.
             self._heads[folder] = head
             self._compare_heads(folder)
-        acked = copy.committed()
+        acked = copy.committed(now, len(self.copies) / ACKS_A_SECOND)
         copy.prune(head.first, acked)
         if head.pulse_ns > 0 and (former is None or head.pulse_ns != former.pulse_ns):
             _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))
@@ -166,7 +183,7 @@ class RunCopies:
             self._witnesses[folder] = size_of(copy.folder / WITNESS)
         return SpoolHeld(
             copy.place, acked, self._witnesses[folder], num_away=copy.num_away(acked), gap=copy.gap,
-            is_waiting=bool(self._num_held[folder]),
+            is_waiting=bool(self._held_of[folder]),
         )  # fmt: skip
 
     def node_health(self, now: float) -> list[NodeHealth]:
@@ -183,23 +200,31 @@ class RunCopies:
         """Return the folders of spools of which more is known to exist than is here."""
         return frozenset(one for one in self._behind if now - self.heard.get(self._owners[one], -SILENT_S) < SILENT_S)
 
-    def take_news(self) -> frozenset[str]:
-        """Return the folders of copies to which anything was written since this was asked last."""
-        news, self._news = frozenset(self._news), set()
+    def take_news(self) -> dict[str, Arrived | None]:
+        """Return the folders of copies to which anything was written since this was asked last, as `Arrivals.came`."""
+        news, self._news, self._news_bytes = self._news, {}, 0
         return news
 
     def _compare_heads(self, folder: str) -> None:
-        head = self._heads.get(folder)
-        if self._owners[folder] not in self._spoken if head is None else _is_beyond(head.head, self.copies[folder].place):
+        head, place = self._heads.get(folder), self.copies[folder].place
+        for held in self._held_of[folder]:
+            # A rank beats once a second: if its heartbeats were waited for it would be behind for good, and hang unseen.
+            if not held.is_beats or held.begin != place:
+                break
+            place = held.end
+        if self._owners[folder] not in self._spoken if head is None else _is_beyond(head.head, place):
             self._behind.add(folder)
         else:
             self._behind.discard(folder)
 
     def hold(self, chunk: SpoolChunk, now: float) -> None:
         """Keep a chunk of a spool that was claimed, until `release`."""
+        begin, is_whole = FilePlace(chunk.file, chunk.offset), not (chunk.size or chunk.away)
+        end = FilePlace(chunk.file, chunk.offset + chunk.num_bytes)
         self._held.append((now, chunk))
-        self._num_held[chunk.folder] += 1
+        self._held_of[chunk.folder].append(_Held(begin, end, is_whole and are_heartbeats(chunk.data)))
         self.held_bytes += len(chunk.data)
+        self._compare_heads(chunk.folder)
 
     def waits_s(self, now: float) -> float:
         """Return for how long the oldest chunk has waited."""
@@ -214,20 +239,21 @@ class RunCopies:
         until = min((self._seen_until.get(node, 0.0) for node in self._live(now)), default=now)
         num_new = 0
         while self._held and self._held[0][0] <= until:
-            num_new += self._write(self._taken(self._held.popleft))
+            _, chunk = self._held.popleft()
+            self._held_of[chunk.folder].pop(0)
+            self.held_bytes -= len(chunk.data)
+            num_new += self._write(chunk)
+            self._compare_heads(chunk.folder)
         return num_new
 
     def drop_newest(self, now: float) -> None:
         """Forget the chunk that came last: its node sends it again."""
-        self._taken(self._held.pop)
+        _, chunk = self._held.pop()
+        self._held_of[chunk.folder].pop()
+        self.held_bytes -= len(chunk.data)
+        self._compare_heads(chunk.folder)
         self.dropped_at = now
         self._tally.counts["dropped"] += 1
-
-    def _taken(self, take: Callable[[], tuple[float, SpoolChunk]]) -> SpoolChunk:
-        _, chunk = take()
-        self._num_held[chunk.folder] -= 1
-        self.held_bytes -= len(chunk.data)
-        return chunk
 
     def _live(self, now: float) -> list[str]:
         return [node for node, heard in self.heard.items() if now - heard < SILENT_S]
@@ -246,19 +272,29 @@ class RunCopies:
             return 0
         if num_new:
             self._tally.note_disk("")
-            self._news.add(chunk.folder)
-            self._compare_heads(chunk.folder)
+            self._note_news(chunk.folder, copy.take_arrived())
         counts["bytes"] += num_new
         counts["repeated"] += copy.num_repeated - repeated
         counts["dropped"] += copy.num_dropped - dropped
         return num_new
 
+    def _note_news(self, folder: str, arrived: Arrived | None) -> None:
+        """Take note of what was written to a copy. Most of it is heartbeats, which need not be read from the disk again."""
+        former, is_new = self._news.get(folder), folder not in self._news
+        if arrived is not None and not is_new:
+            arrived = None if former is None else former.followed_by(arrived)
+        self._news_bytes -= 0 if former is None else former.num_bytes
+        num_bytes = 0 if arrived is None else arrived.num_bytes
+        if num_bytes > MAX_ARRIVED_BYTES or self._news_bytes + num_bytes > MAX_NEWS_BYTES:
+            arrived, num_bytes = None, 0
+        self._news_bytes += num_bytes
+        self._news[folder] = arrived
+
 
 def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
-    return (last_index(head.file), head.offset if head.file == place.file else 0) > (
-        last_index(place.file),
-        place.offset if head.file == place.file else 0,
-    )
+    if head.file == place.file:
+        return head.offset > place.offset
+    return last_index(head.file) > last_index(place.file)
 
 
 def _put(path: Path, data: bytes) -> None:

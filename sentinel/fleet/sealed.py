@@ -70,13 +70,16 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
         """Bytes of the file that it stands for."""
         return len(self.data) + sum(size for _, size in self.away)
 
-    def whole(self) -> bytes:
-        """Return the bytes of the file, zeros where rows are away."""
-        parts, at, begin = [], 0, 0
+    def pieces(self) -> list[tuple[int, bytes]]:
+        """Return (offset in the file, bytes) of all that is in it, rising: between them rows are away."""
+        if not self.away:
+            return [(self.offset, self.data)]
+        found, at, begin = [], 0, 0
         for offset, size in self.away:
-            parts += [self.data[begin : begin + offset - at], bytes(size)]
+            found.append((self.offset + at, self.data[begin : begin + offset - at]))
             begin, at = begin + offset - at, offset + size
-        return b"".join([*parts, self.data[begin:]])
+        found.append((self.offset + at, self.data[begin:]))
+        return [one for one in found if one[1]]
 
     def __post_init__(self) -> None:
         at = 0
@@ -128,7 +131,7 @@ class SpoolHead(msgspec.Struct, frozen=True, array_like=True):
     first: int
     """Lowest index of which anything is there."""
     head: FilePlace
-    """Behind all that its process has written."""
+    """Behind all that its process has written, but for heartbeats at its end that are not published yet."""
     sent: FilePlace
     """Behind all that was published."""
     waiting_bytes: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from sentinel.errors import WireError
 from sentinel.fleet.sealed import FilePlace, SpoolChunk
 from sentinel.fleet.spool_cursor import last_index
+from sentinel.ingest.arrivals import Arrived
 from sentinel.private_files import create_file, make_directory
 from sentinel.wire.frame import HEADER_BYTES, FrameType, peek, without_rows
 from sentinel.wire.spool import read_ack
@@ -35,10 +37,11 @@ class SpoolCopy:
         """`turn` of the newest chunk that came early; -1: none waits for what is before it."""
         self._early: dict[tuple[str, int], SpoolChunk] = {}
         self._early_bytes = 0
+        self._arrived: Arrived | None = None
         self.away: dict[tuple[int, int], int] = {}
         """(file index, offset) of frames whose rows are not here -> bytes of the frame; rising."""
-        self._ack, self._ack_id = (0, 0), (0, 0, 0)
-        """What the daemon has committed, and (inode, time, bytes) of the file that says so."""
+        self._ack, self._ack_id, self._ack_due = (0, 0), (0, 0, 0), -math.inf
+        """What the daemon has committed, (inode, time, bytes) of the file that says so, and when it is looked at again."""
         self._pruned_before = 0
         self._part: tuple[str, int] = ("", 0)
         """(thinned file of which a part is here, bytes of it)"""
@@ -60,6 +63,7 @@ class SpoolCopy:
         last = last_index(chunk.file)
         if last < 0 or last > MAX_INDEX or chunk.offset < 0 or len(chunk.file) > 64:
             raise WireError(f"spool {self.folder.name}: expected a spool file, got {chunk.file[:64]!r} at {chunk.offset}")
+        self._arrived = None
         num_new = self._write(chunk)
         if num_new is None:
             self._keep(chunk)
@@ -68,6 +72,7 @@ class SpoolCopy:
             self.num_repeated += 1
             return 0
         while self._early:
+            self._arrived = None
             more = 0
             for key, one in sorted(self._early.items()):
                 wrote = self._write(one)
@@ -81,12 +86,24 @@ class SpoolCopy:
         self.gap = max((one.turn for one in self._early.values()), default=-1)
         return num_new
 
-    def committed(self) -> tuple[int, int]:
-        """Return what the daemon has committed: as `read_ack`, for one who asks several times a second."""
+    def take_arrived(self) -> Arrived | None:
+        """Return what the newest `take` brought, once, where that is bytes at the end of one file, and all are here."""
+        arrived, self._arrived = self._arrived, None
+        return arrived
+
+    def committed(self, now: float = math.inf, look_s: float = 0.0) -> tuple[int, int]:
+        """Return what the daemon has committed: as `read_ack`, for one who asks several times a second.
+
+        now: monotonic seconds. look_s: for so long what was read is taken to be so still.
+        """
+        if now < self._ack_due:
+            return self._ack
+        self._ack_due = now + look_s if now < math.inf else self._ack_due
         try:
             found = os.stat(f"{self._name}/ack")  # noqa: PTH116 -- for each spool of a fleet
         except OSError:
-            return 0, 0
+            self._ack = 0, 0
+            return self._ack
         if (known := (found.st_ino, found.st_mtime_ns, found.st_size)) != self._ack_id:
             # Looked at before it is read: it is read again if it has changed since.
             self._ack, self._ack_id = read_ack(self.folder), known
@@ -130,25 +147,23 @@ class SpoolCopy:
             if header < offset < chunk.offset + away + size:
                 # The beginning of this frame was here before it was whole, as it is: without its rows it has another header.
                 offset = header
-        data, index = chunk.whole()[offset - chunk.offset :], last_index(chunk.file)
+        index, end = last_index(chunk.file), chunk.offset + chunk.num_bytes
+        pieces = [(max(at, offset), data[max(offset - at, 0) :]) for at, data in chunk.pieces() if at + len(data) > offset]
         fd = self._open(chunk.file)
         try:
-            at = offset
-            for away, size in chunk.away:
-                begin = chunk.offset + away
-                if begin >= at:
-                    _write_all(fd, data[at - offset : begin - offset], at)
-                    at = begin + size
-            _write_all(fd, data[at - offset :], at)
-            # Rows that are not here take no room on the disk.
-            os.ftruncate(fd, offset + len(data))
+            for at, data in pieces:
+                _write_all(fd, data, at)
+            if chunk.away:
+                # Rows that are not here take no room on the disk.
+                os.ftruncate(fd, end)
         finally:
             os.close(fd)
         for away, size in chunk.away:
             if chunk.offset + away - HEADER_BYTES >= offset:
                 self.away[index, chunk.offset + away - HEADER_BYTES] = HEADER_BYTES + size
-        self.place = FilePlace(chunk.file, offset + len(data))
-        return offset + len(data) - behind
+        self.place = FilePlace(chunk.file, end)
+        self._arrived = Arrived(index, tuple(pieces), end) if pieces and offset == behind else None
+        return end - behind
 
     def _open(self, file: str) -> int:
         path, how = f"{self._name}/{file}", os.O_WRONLY | os.O_NOFOLLOW

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -78,6 +79,10 @@ class Attempt:
         self.newest_step = state.closed_step
         self._worlds: dict[int, int] = {}
         """Rank -> number of ranks of the run by its descriptor."""
+        self._num_worlds = Counter[int]()
+        """Such a number -> ranks whose descriptor has it."""
+        self._last_rank = -1
+        """The highest of these."""
 
     @property
     def number(self) -> int:
@@ -99,13 +104,19 @@ class Attempt:
 
     def take_world_size(self, rank: int, world_size: int) -> None:
         """Record the number of ranks by a rank's descriptor."""
-        if self._worlds.get(rank) != world_size:
-            self._worlds[rank] = world_size
-            self.state.world_size = world_size_of(self._worlds)
+        former = self._worlds.get(rank)
+        if former == world_size:
+            return
+        if former is not None:
+            self._num_worlds[former] -= 1
+        self._worlds[rank] = world_size
+        self._num_worlds[world_size] += 1
+        self._last_rank = max(self._last_rank, rank)
+        self.state.world_size = world_size_of(+self._num_worlds, self._last_rank)
 
     def has_room(self, rank: int) -> bool:
         """Whether a rank's number is below the number of ranks by any descriptor of the attempt."""
-        return rank < max(self._worlds.values(), default=self.state.world_size)
+        return rank < max(+self._num_worlds, default=self.state.world_size)
 
     def is_over(self) -> bool:
         """Whether every rank of which a frame came has left: its bye was read, or its process is gone."""
@@ -116,7 +127,7 @@ class Attempt:
         all."""
         received: dict[int, int | None] = {}
         for step, opened in self.open.items():
-            for part in opened.parts.values():
+            for part in opened.of_rank.get(incarnation.rank, ()):
                 if part.incarnation.id == incarnation.id:
                     received[step] = None if part.end is not None else part.num_rows
         return self.state.reported.get(incarnation.rank, -1), received
@@ -152,9 +163,7 @@ class Attempt:
         if self.state.reported.get(rank, -1) >= step:
             return True
         return any(
-            at >= step
-            and any(part.incarnation.rank == rank and part.is_whole for part in opened.parts.values())
-            and not self.waited_for(at)
+            at >= step and any(part.is_whole for part in opened.of_rank.get(rank, ())) and not self.waited_for(at)
             for at, opened in self.open.items()
         )
 

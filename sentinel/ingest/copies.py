@@ -30,8 +30,23 @@ def is_empty(shard: Shard) -> bool:
     return stretch is not None and stretch[0] == stretch[1]
 
 
+def is_cut_once(shards: Iterable[Shard], num_elements: int) -> bool:
+    """Return whether a tensor is cut in one way, so that its pieces compare by themselves. shards: the different ones.
+
+    num_elements: of the whole tensor.
+    """
+    flat, cuts = set[tuple[int, int]](), set[tuple[str, ...]]()
+    for shard in shards:
+        stretch = _stretch(shard, num_elements)
+        if stretch is None:
+            cuts.add(_axes(shard))
+        elif stretch[0] < stretch[1]:
+            flat.add(stretch)
+    return len(cuts) + (1 if flat else 0) < 2 and not _overlap(flat)
+
+
 def added_copies(index: int, num_elements: int, pieces: Mapping[Shard, Sequence[Holder]]) -> CopySet | None:
-    """Return the whole copies of a tensor that is cut in more than one way, by holders of each piece; None: one way only.
+    """Return the whole copies of a tensor that is not `is_cut_once`, by holders of each piece; None: there are not several.
 
     num_elements: of the whole tensor. Pieces `a:b` of the flattened tensor tile it in any combination; others must be of one
     cut: all coordinates of the same axes. Whether a copy is complete is seen by its number of elements, when compared.
@@ -45,10 +60,6 @@ def added_copies(index: int, num_elements: int, pieces: Mapping[Shard, Sequence[
                 flat.setdefault(stretch, []).extend(holders)
         else:
             cuts.setdefault(_axes(shard), {}).setdefault(shard, []).extend(holders)
-    ways = len(cuts) + (1 if flat else 0)
-    is_one_tiling = not _overlap(flat)
-    if ways < 2 and is_one_tiling:
-        return None
     copies: list[tuple[Holder, ...]] = [tuple(sorted(copy)) for copy in _tilings(flat)]
     for cut in cuts.values():
         # The first holders of all pieces are one copy, the second ones another.
@@ -116,15 +127,16 @@ def differing(view: ClosedStep) -> list[Differing]:
     """
     layout = view.layout
     found: list[Differing] = []
-    if layout.replicas:
+    if layout.replicated:
         wanted = view.digest.odd_copies
         if len(wanted):
+            known = layout.shards.replicas_of(wanted.tolist())
             copies = view.row_copy
             rows = np.flatnonzero(np.isin(copies, wanted))
             rows = rows[np.argsort(copies[rows], kind="stable")]
             starts = np.searchsorted(copies[rows], wanted)
             for number, of_copy in zip(wanted.tolist(), np.split(rows, starts[1:]), strict=True):
-                for replicas in layout.replicas_of(number):
+                for replicas in known[number]:
                     one = _compared(view, replicas, of_copy)
                     if one is not None:
                         found.append(one)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from sentinel.ingest.arrivals import Arrivals
+from sentinel.ingest.arrivals import Arrivals, Arrived
 from sentinel.ingest.descriptor_lookup import look_back
 from sentinel.ingest.incarnation import Incarnation, SpoolPosition, SpoolRecord
 from sentinel.ingest.problem_log import Problems
@@ -52,12 +52,15 @@ class RunFollower:
         self._arrivals, self._first_file = arrivals, first_file
         self._on_the_way: frozenset[str] = frozenset()
         """As of the newest poll."""
-        self._unread: set[str] = set()
-        """Folders of spools that are to be looked at: they are new, something came, or more was there than was read."""
+        self._unread: dict[str, Arrived | None] = {}
+        """Folders of spools that are to be looked at: they are new, something came, or more was there than was read; with
+        what came, where that is all."""
         self._problems = Problems(on_problem)
         self._screening = Screening(self.spool_dir, self._problems)
         self._order = TimeOrder()
         self._readers: dict[str, SpoolReader] = {}
+        self._numbers: dict[str, int] = {}
+        """Folder -> its number in the order of these."""
         self._handed: dict[str, tuple[Incarnation, int, int, int]] = {}
         """Folder -> (incarnation, file index, offset behind, seq) of the last record handed out."""
         self._mtime_ns = -1
@@ -115,21 +118,27 @@ class RunFollower:
         arrivals = Arrivals() if final else self._arrivals()
         self._discover()
         if arrivals.came is None:
-            self._unread.update(self._readers)
+            self._unread.update(dict.fromkeys(self._readers))
         else:
-            self._unread |= arrivals.came | (arrivals.on_the_way ^ self._on_the_way)
+            for folder, arrived in arrivals.came.items():
+                # What came in two times is read; and where this does not go on at, the reader sees.
+                self._unread[folder] = arrived if self._unread.get(folder) is None else None
+            for folder in arrivals.on_the_way ^ self._on_the_way:
+                self._unread.setdefault(folder)
         self._on_the_way = arrivals.on_the_way
+        is_told = arrivals.came is not None
         num_bytes = 0
         order = self._order
-        ahead = order.ahead(self._readers)
-        for folder in [one for one in self._readers if one in self._unread]:
+        unread = self._in_order(self._unread)
+        ahead = order.ahead(unread)
+        for folder in unread:
             if folder not in order.behind and folder not in ahead:
-                num_bytes += self._read(folder, final=final)
+                num_bytes += self._read(folder, final=final, is_told=is_told)
         records: list[SpoolRecord] = []
         while order.behind and not (num_bytes >= POLL_BYTES and (records := order.due())):
             folder = order.furthest_behind()
             before = self._readers[folder].position
-            num_bytes += self._read(folder, final=final)
+            num_bytes += self._read(folder, final=final, is_told=is_told)
             if self._readers[folder].position == before:
                 break  # unreadable just now
         records = records or order.due()
@@ -146,15 +155,25 @@ class RunFollower:
             )
         return records
 
-    def _read(self, folder: str, *, final: bool) -> int:
-        """Read one window of one spool; returns the bytes of its frames."""
-        reader = self._readers[folder]
-        window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
+    def _in_order(self, folders: Collection[str]) -> list[str]:
+        """Return folders in the order in which they were found; those that nobody reads are left out."""
+        if 4 * len(folders) > len(self._readers):
+            return [one for one in self._readers if one in folders]
+        return sorted((one for one in folders if one in self._numbers), key=self._numbers.__getitem__)
+
+    def _read(self, folder: str, *, final: bool, is_told: bool) -> int:
+        """Read one window of one spool; returns the bytes of its frames. is_told: what comes behind it is announced."""
+        reader, arrived = self._readers[folder], self._unread.get(folder)
         begin = reader.place
-        frames = reader.poll(final=final, max_bytes=window)
+        frames = None if arrived is None else reader.take(*arrived)
+        if frames is None:
+            window = max(MIN_WINDOW_BYTES, min(WINDOW_BYTES, POLL_BYTES // len(self._readers)))
+            frames = reader.poll(final=final, max_bytes=window)
         self._order.note(folder, is_caught_up=reader.is_caught_up and folder not in self._on_the_way)
-        if reader.is_caught_up and not frames:
-            self._unread.discard(folder)
+        if reader.is_caught_up and (is_told or not frames):
+            self._unread.pop(folder, None)
+        elif arrived is not None:
+            self._unread[folder] = None
         self._report_problems(folder, reader)
         num_bytes = 1
         for frame in frames:
@@ -206,11 +225,7 @@ class RunFollower:
                 incarnation.bye, incarnation.has_left = Bye(reason=at.left, step=at.last_step), True
                 incarnation.last_wall_ns = at.left_wall_ns
             self._screening.add(incarnation)
-            self._order.begin(folder)
-            self._unread.add(folder)
-            self._readers[folder] = SpoolReader(
-                self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq
-            )
+            self._add(folder, SpoolReader(self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq))
             # The head of the file has one too, should the other file be gone.
             for place in dict.fromkeys((at.described_at, (at.file_index, 0))):
                 described = look_back(self.spool_dir / folder, at.incarnation, place, incarnation.layouts)
@@ -233,11 +248,17 @@ class RunFollower:
             return
         for name in sorted(names):
             if name not in self._readers and parse_incarnation_folder(name) is not None:
-                self._readers[name] = SpoolReader(self.spool_dir / name, file_index=self._first_file(name))
-                self._order.begin(name)
-                self._unread.add(name)
+                self._add(name, SpoolReader(self.spool_dir / name, file_index=self._first_file(name)))
+
+    def _add(self, folder: str, reader: SpoolReader) -> None:
+        self._numbers.setdefault(folder, len(self._readers))
+        self._readers[folder] = reader
+        self._order.begin(folder)
+        self._unread[folder] = None
 
     def _report_problems(self, folder: str, reader: SpoolReader) -> None:
+        if not (reader.foreign or reader.num_missing_files or reader.num_corrupt):
+            return
         rank = (parse_incarnation_folder(folder) or (0, ""))[0]
         for protocol in reader.foreign:
             self._problems.report(

@@ -57,6 +57,8 @@ class LivenessTracker:
         self._mono: float | None = None
         self._is_watching = False
         self._progress: dict[bytes, _IncarnationProgress] = {}
+        self._behind_since: dict[bytes, float] = {}
+        """Incarnation of which more is on disk than was read -> since when."""
 
     def look(self, mono: float, behind: Collection[bytes], *, is_caught_up: bool) -> None:
         """Let time pass; call it at each look at the spool, after `receive`. behind: incarnations with more on disk than was
@@ -67,9 +69,11 @@ class LivenessTracker:
         if self._mono is not None:
             self.now += min(max(mono - self._mono, 0.0), MAX_LOOK_S)
         self._mono = mono
-        for incarnation in behind:
+        # What is on its way for a moment says nothing: of a rank that beats there is something at one look in ten.
+        self._behind_since = {one: self._behind_since.get(one, self.now) for one in behind}
+        for incarnation, since in self._behind_since.items():
             one = self._progress.get(incarnation)
-            if one is not None:
+            if one is not None and self.now - since >= BACK_S:
                 one.received_at = one.moved_at = self.now
         self._is_watching = self._is_watching or is_caught_up
 
@@ -110,9 +114,14 @@ class LivenessTracker:
             number = attempt_of(one.incarnation.id)
             if number is None or number >= attempt:
                 newest[one.incarnation.rank] = one
-        starting = [
-            one.first_at for one in newest.values() if attempt_of(one.incarnation.id) is None and one.incarnation.bye is None
-        ]
+        began = min(
+            (
+                one.first_at
+                for one in newest.values()
+                if attempt_of(one.incarnation.id) is None and one.incarnation.bye is None
+            ),
+            default=None,
+        )
         last = max(newest.values(), key=lambda one: one.order, default=None)
         described = last.incarnation.descriptor if last is not None else None
         world_size = described.place.world_size if described is not None else 2**31
@@ -122,7 +131,7 @@ class LivenessTracker:
             _facts(one)
             for rank, one in sorted(newest.items())
             if (rank < world_size or not (is_open or attempt_of(one.incarnation.id) is None))
-            and (not starting or one.received_at >= min(starting))
+            and (began is None or one.received_at >= began)
         )
 
     def groups(self, group_of: Callable[[Incarnation], int]) -> dict[int, tuple[RankFacts, ...]]:

@@ -313,7 +313,7 @@ class ClosedStep:
             if checksums[row]
         }
         found = []
-        for copies in self.layout.replicas:
+        for copies in self.layout.shards.replicas:
             by_rank = {rank: int(checksums[at[rank, tensor]]) for rank, tensor in copies.holders if (rank, tensor) in at}
             if len(by_rank) > 1:
                 found.append((copies, by_rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Set
 from functools import cached_property
 
@@ -9,18 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel import native
-from sentinel.ingest.copies import added_copies, is_empty
+from sentinel.ingest.logical_numbering import LogicalNumbering
 from sentinel.ingest.naming import CanonicalNames, make_names
 from sentinel.ingest.node_merge import NodeMerges
 from sentinel.ingest.node_share import NodeShare
 from sentinel.ingest.own_rows import OwnRowIndex
-from sentinel.ingest.placing import WEIGHT_KINDS, Placed, Placing, is_named_alike
-from sentinel.ingest.row_tables import look_up, table_of
+from sentinel.ingest.placing import PlacedTable, alike, is_named_alike
+from sentinel.ingest.row_tables import look_up
+from sentinel.ingest.shards import LayoutShards, ShardNumbering
 from sentinel.ingest.whole_tensor_values import WholeTensorValues
 from sentinel.messages import Descriptor
 from sentinel.native.library import DigestRows
 from sentinel.place import Place
-from sentinel.step_view import CopySet, Holder, LogicalTensor, Replicas, Shard
+from sentinel.step_view import CopySet, LogicalTensor
 
 MAX_LAYOUTS, MANY_TENSORS = 8, 100_000
 """Layouts that are remembered, and tensors from which on only two layouts are; a bound on memory."""
@@ -29,7 +31,7 @@ MAX_SHARES = 4
 MAX_NODE_SHARES = 4096
 """Machines whose part of a layout it remembers; a bound on memory. One that is asked for again is made again."""
 MAX_REMEMBERED = 200_000
-"""Tensors of all ranks up to which a layout remembers where each belongs, for the layout after it."""
+"""Tensors of all different tables up to which a layout remembers where each belongs, for the layout after it."""
 
 
 class ModelLayout:
@@ -42,91 +44,56 @@ class ModelLayout:
         if like is not None and not is_named_alike(like.descriptors, self.descriptors):
             like = None
         self.names: CanonicalNames = make_names(self.descriptors) if like is None else like.names
-        self._placed: dict[int, list[Placed]] = {}
-        self.tensors: list[LogicalTensor] = []
+        self._placed: dict[int, PlacedTable] = {}
+        """By rank; empty where they are too many to be remembered."""
         self._to_logical: dict[int, npt.NDArray[np.int32]] = {}
-        self._to_copy: dict[int, npt.NDArray[np.int32]] = {}
-        self.replicas: list[Replicas] = []
-        """Copies that must be bit-identical, where there are several."""
-        self.num_copies = 0
-        """Distinct shards, copies taken as one."""
         self._tables: dict[int, tuple[int, int, int]] = {}
         self._shares: dict[frozenset[int], npt.NDArray[np.float64]] = {}
         self._node_shares: dict[tuple[int, ...], NodeShare] = {}
-        self._build({} if like is None else like._placed)
+        self.tensors, self.shards = self._built({} if like is None else like._placed)
+        self.num_copies, self.is_replicated = self.shards.num_copies, self.shards.is_replicated
+        self.is_left_out = np.array([one.is_partial for one in self.tensors], np.bool_)
+        """[num_tensors] whether it has no statistics of its own."""
 
     def __getstate__(self) -> dict[str, object]:
         # Addresses, and what holds them, mean nothing in another process.
         kept = {name: value for name, value in self.__dict__.items() if name != "digest_rows"}
         return {**kept, "_placed": {}, "_tables": {}, "_node_shares": {}}
 
-    def _build(self, remembered: Mapping[int, list[Placed]]) -> None:
-        keys: dict[tuple[str, str, tuple[tuple[str, int], ...]], int] = {}
-        first: list[tuple[Placing, Placed]] = []
-        ranks: list[list[int]] = []
-        copies: dict[tuple[int, Shard], tuple[list[Holder], int]] = {}
-        dtypes: dict[int, dict[str, list[Holder]]] = {}
-        known_names: dict[object, dict[tuple[str, str], str]] = {}
-        is_remembering = sum(len(one.tensors) for one in self.descriptors.values()) <= MAX_REMEMBERED
+    def _built(self, remembered: Mapping[int, PlacedTable]) -> tuple[list[LogicalTensor], LayoutShards]:
+        alikes = {rank: alike(descriptor) for rank, descriptor in self.descriptors.items()}
+        num_left = Counter(alikes.values())
+        num_placed = {alikes[rank]: len(descriptor.tensors) for rank, descriptor in self.descriptors.items()}
+        is_remembering = sum(num_placed.values()) <= MAX_REMEMBERED
+        placed: dict[Hashable, PlacedTable] = {}
+        names: dict[object, dict[tuple[str, str], str]] = {}
+        logical = LogicalNumbering()
+        shards = ShardNumbering(sum(len(one.tensors) for one in self.descriptors.values()))
         for rank, descriptor in self.descriptors.items():
-            placing = Placing(self.names, descriptor, known_names)
-            before = iter(remembered.get(rank, ()))
-            parts = [
-                known if (known := next(before, None)) is not None and known.tensor is tensor else placing.place(tensor)
-                for tensor in descriptor.tensors
-            ]
+            which = alikes[rank]
+            if which not in placed:
+                placed[which] = PlacedTable(self.names, descriptor, names, remembered.get(rank))
+            table = placed[which]
             if is_remembering:
-                self._placed[rank] = parts
-            at_logical, at_copy = [], []
-            for part in parts:
-                at = keys.setdefault(part.key, len(first))
-                if at == len(first):
-                    first.append((placing, part))
-                    ranks.append([])
-                ranks[at].append(rank)
-                at_logical.append(at)
-                holders, number = copies.setdefault((at, part.sharded), ([], len(copies)))
-                tensor = part.tensor
-                holders.append((rank, tensor.id))
-                at_copy.append(number)
-                if tensor.kind in WEIGHT_KINDS:
-                    dtypes.setdefault(number, {}).setdefault(tensor.dtype, []).append((rank, tensor.id))
-            ids = np.array([part.tensor.id for part in parts], np.int64)
-            self._to_logical[rank] = table_of(ids, at_logical)
-            self._to_copy[rank] = table_of(ids, at_copy)
-        self.num_copies = len(copies)
-        self.shards = [shard for _, shard in copies]
-        """[num_copies] the coordinates that tell each shard."""
-        self.tensors = [
-            placing.logical(part, at, tuple(held))
-            for at, ((placing, part), held) in enumerate(zip(first, ranks, strict=True))
-        ]
-        self.is_left_out = np.array([one.is_partial for one in self.tensors], np.bool_)
-        """[num_tensors] whether it has no statistics of its own."""
-        # Bit patterns of two types never compare.
-        self.replicas = [
-            Replicas(at, shard, tuple(holders), number)
-            for (at, shard), (_, number) in copies.items()
-            for _, holders in sorted(dtypes.get(number, {}).items())
-            if len(holders) > 1 and not is_empty(shard)
-        ]
-        self.is_replicated = np.zeros(self.num_copies + 1, np.bool_)
-        """[num_copies + 1] whether there are several of it."""
-        self.is_replicated[[one.number for one in self.replicas]] = True
-        self._pieces: dict[tuple[int, str], dict[Shard, list[Holder]]] = {}
-        for (at, shard), (_, number) in copies.items():
-            for dtype, holders in dtypes.get(number, {}).items():
-                self._pieces.setdefault((at, dtype), {})[shard] = holders
+                self._placed[rank] = table
+            apart, sharded = table.coordinates(descriptor.place)
+            at, self._to_logical[rank] = logical.take(rank, which, table, apart)
+            shards.take(rank, table, at, sharded)
+            num_left[which] -= 1
+            if not num_left[which]:
+                # Where each rank has a table of its own they are not to be there at the same time.
+                del placed[which]
+        return logical.tensors(), shards.numbered()
+
+    @cached_property
+    def replicated(self) -> frozenset[int]:
+        """Indices of the logical tensors of which several ranks hold copies that must be bit-identical."""
+        return self.shards.replicated
 
     @cached_property
     def added_copies(self) -> list[CopySet]:
         """Copies that only compare as sums of their pieces."""
-        found = [
-            added_copies(at, self.tensors[at].num_elements, pieces)
-            for (at, _), pieces in self._pieces.items()
-            if len(pieces) > 1
-        ]
-        return [one for one in found if one is not None]
+        return self.shards.added_copies(self.tensors)
 
     @cached_property
     def kinds(self) -> npt.NDArray[np.str_]:
@@ -137,7 +104,7 @@ class ModelLayout:
     def num_weights_compared(self) -> tuple[int, int]:
         """(weights of which several copies are held and compared, all weights)."""
         weights = {tensor.index for tensor in self.tensors if tensor.kind == "param"}
-        compared = {one.index for one in self.replicas} | {one.index for one in self.added_copies}
+        compared = self.replicated | {one.index for one in self.added_copies}
         return len(weights & compared), len(weights)
 
     @cached_property
@@ -150,42 +117,30 @@ class ModelLayout:
         """What merges the rows of a step in C; None without the library."""
         return native.prepare_digest and native.prepare_digest(self.is_left_out, self.is_replicated)
 
-    @cached_property
-    def _replicas_by_number(self) -> dict[int, list[Replicas]]:
-        found: dict[int, list[Replicas]] = {}
-        for one in self.replicas:
-            found.setdefault(one.number, []).append(one)
-        return found
-
-    def replicas_of(self, number: int) -> list[Replicas]:
-        """Return the copies of the shard of this number; of each type of numbers its own."""
-        return self._replicas_by_number.get(number, [])
-
     def held_by(self, ranks: Set[int]) -> npt.NDArray[np.bool_]:
         """Return which logical tensors have all shards on these ranks: [num_tensors]."""
         found = np.ones(len(self.tensors), np.bool_)
-        silent = [rank for rank in self._to_copy if rank not in ranks]
+        copies = self.shards.tables
+        silent = [rank for rank in copies if rank not in ranks]
         if silent:
             held = np.zeros(self.num_copies + 1, np.bool_)
-            for rank in self._to_copy.keys() & ranks:
-                held[self._to_copy[rank]] = True
+            for rank in copies.keys() & ranks:
+                held[copies[rank]] = True
             held[-1] = True
             for rank in silent:
-                found[self._to_logical[rank][~held[self._to_copy[rank]]]] = False
+                found[self._to_logical[rank][~held[copies[rank]]]] = False
         return found
 
     def held_share(self, ranks: frozenset[int]) -> npt.NDArray[np.float64]:
         """Return the share of each logical tensor's distinct shards that one of these ranks holds: [num_tensors]."""
         known = self._shares.get(ranks)
         if known is None:
-            tensor_of, held = np.full(self.num_copies + 1, -1, np.int32), np.zeros(self.num_copies + 1, np.bool_)
-            for rank, copies in self._to_copy.items():
-                tensor_of[copies] = self._to_logical[rank]
-                if rank in ranks:
-                    held[copies] = True
-            tensor_of, held = tensor_of[:-1], held[:-1]
-            num_shards = np.bincount(tensor_of[tensor_of >= 0], minlength=len(self.tensors))
-            num_held = np.bincount(tensor_of[(tensor_of >= 0) & held], minlength=len(self.tensors))
+            held = np.zeros(self.num_copies + 1, np.bool_)
+            for rank in self.shards.tables.keys() & ranks:
+                held[self.shards.tables[rank]] = True
+            tensor_of = self.shards.tensor_of
+            num_shards = np.bincount(tensor_of, minlength=len(self.tensors))
+            num_held = np.bincount(tensor_of[held[:-1]], minlength=len(self.tensors))
             known = num_held / np.maximum(num_shards, 1)
             if len(self._shares) >= MAX_SHARES:
                 self._shares.clear()
@@ -202,7 +157,7 @@ class ModelLayout:
 
     def copy_table_of(self, rank: int) -> npt.NDArray[np.int32]:
         """Return a rank's table of shards: [local ids] the number of the shard, -1 for ids that stand for nothing."""
-        return self._to_copy[rank]
+        return self.shards.tables[rank]
 
     def share_of(self, ranks: tuple[int, ...]) -> NodeShare:
         """Return what some ranks hold. ranks: rising."""
@@ -223,7 +178,9 @@ class ModelLayout:
         found = self._tables.get(rank)
         if found is None:
             logical = self._to_logical.get(rank)
-            found = (0, 0, 0) if logical is None else (logical.ctypes.data, self._to_copy[rank].ctypes.data, len(logical))
+            found = (
+                (0, 0, 0) if logical is None else (logical.ctypes.data, self.shards.tables[rank].ctypes.data, len(logical))
+            )
             self._tables[rank] = found
         return found
 
@@ -233,7 +190,7 @@ class ModelLayout:
 
     def copies_of(self, rank: int, tensor_ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         """Return the number of the shard that each local id is a copy of; -1 for ids that the descriptor does not know."""
-        return look_up(self._to_copy.get(rank), tensor_ids)
+        return look_up(self.shards.tables.get(rank), tensor_ids)
 
 
 class LayoutCache:

@@ -61,7 +61,7 @@ class NodeShare:
         is_weight = np.array([layout.tensors[at].kind in WEIGHT_KINDS for at in self.tensor_of.tolist()], np.bool_)
         self.is_replicated = np.append(is_weight[self.tensor_of_copy], False)
         """[num_copies + 1] whether its copies, here or elsewhere, must be bit-identical."""
-        self._salts = np.array([_salt(repr(layout.shards[at])) for at in self.copy_of.tolist()], np.uint64)
+        self._salts = layout.shards.salts(self.copy_of)
         self._tables = dict(zip(self.ranks, zip(to_tensor, to_copy, strict=True), strict=True))
         self._addresses = {
             rank: (tensors.ctypes.data, numbers.ctypes.data, len(tensors))
@@ -146,7 +146,3 @@ def _numbered(tables: Sequence[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.i
     numbered[known] = place[inverse.reshape(-1)]
     ends = np.cumsum([len(table) for table in tables])
     return values[order].astype(np.int64), [np.ascontiguousarray(one) for one in np.split(numbered, ends[:-1])]
-
-
-def _salt(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -31,23 +31,25 @@ class OwnRowIndex:
         """watched: [tensors] which are looked at; is_in_all: [tensors] which of those are one quantity, `IN_ALL`."""
         self._kinds = frozenset(layout.kinds[watched].tolist())
         quantity_of = np.where(is_in_all, IN_ALL, np.arange(len(watched)))
-        held: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]] = {}
-        pairs = set()
+        # Ranks with the same table hold the same quantities.
+        held: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_], npt.NDArray[np.int64]]] = {}
         for rank in layout.places:
             logical = layout.table_of(rank)
-            taken = (logical >= 0) & watched[logical] if len(watched) else np.zeros(len(logical), np.bool_)
-            held[rank] = logical, taken
-            pairs |= {(one, rank) for one in np.unique(quantity_of[logical[taken]]).tolist()}
-        entries = sorted(pairs)
-        self.index = np.array([one for one, _ in entries], np.int64)
+            if id(logical) not in held:
+                taken = (logical >= 0) & watched[logical] if len(watched) else np.zeros(len(logical), np.bool_)
+                held[id(logical)] = logical, taken, quantity_of[logical[taken]]
+        num_ranks = max(layout.places, default=0) + 1
+        own = {rank: (held[id(layout.table_of(rank))][2] - IN_ALL) * num_ranks + rank for rank in layout.places}
+        entries = np.unique(np.concatenate([np.empty(0, np.int64), *own.values()]))
+        self.index = entries // num_ranks + IN_ALL
         """[entries] the quantity: index of the tensor, or IN_ALL; rising."""
-        self.rank = np.array([rank for _, rank in entries], np.int64)
+        self.rank = entries % num_ranks
         """[entries] ranks of one quantity rise."""
-        numbers = {pair: number for number, pair in enumerate(entries)}
         self._tables: dict[int, npt.NDArray[np.int32]] = {}
-        for rank, (logical, taken) in held.items():
+        for rank, codes in own.items():
+            logical, taken, _ = held[id(layout.table_of(rank))]
             table = np.full(len(logical), -1, np.int32)
-            table[taken] = [numbers[one, rank] for one in quantity_of[logical[taken]].tolist()]
+            table[taken] = np.searchsorted(entries, codes)
             self._tables[rank] = table
         self._places = {rank: (table.ctypes.data, 0, len(table)) for rank, table in self._tables.items()}
         self._room = 2 * len(entries)

@@ -30,7 +30,7 @@ def coupled_modules(descriptor: Descriptor) -> set[tuple[int, str]]:
     return found
 
 
-def table_of(ids: npt.NDArray[np.int64], values: Sequence[int]) -> npt.NDArray[np.int32]:
+def table_of(ids: npt.NDArray[np.int64], values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return a table that has each value at its id, -1 elsewhere; of an id that is there twice the last."""
     table = np.full(int(ids.max(initial=-1)) + 1, -1, np.int32)
     table[ids] = values

@@ -134,6 +134,8 @@ class OpenStep:
     """Monotonic seconds."""
     parts: dict[tuple[bytes, int], RankPartOfStep] = dataclasses.field(default_factory=dict)
     """By incarnation and generation."""
+    of_rank: dict[int, list[RankPartOfStep]] = dataclasses.field(default_factory=dict)
+    """The same, by rank."""
 
     def add(self, record: SpoolRecord, generation: int) -> None:
         """Take in a frame of rows, or an end of the step, of an incarnation's generation."""
@@ -142,6 +144,7 @@ class OpenStep:
         if part is None:
             first = (record.frame.header.seq, record.begin)
             part = self.parts[key] = RankPartOfStep(record.incarnation, generation, first)
+            self.of_rank.setdefault(record.incarnation.rank, []).append(part)
         part.add(record)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from sentinel.ingest.incarnation import SpoolRecord
 
+_NEVER_NS = 2**63
+
 
 class TimeOrder:
     """What was read and is ahead of a spool of which more is on disk waits until that one has been read."""
@@ -18,6 +20,8 @@ class TimeOrder:
         self._wall_ns: dict[str, int] = {}
         """Folder -> the newest wall clock that was read of it, nanoseconds since the epoch."""
         self._waiting: list[SpoolRecord] = []
+        self._oldest_ns = _NEVER_NS
+        """The oldest wall clock of these."""
         self._by_time: list[tuple[int, str]] = []
         """A heap of (newest wall clock, folder) of all that are behind, and of what was so before."""
 
@@ -42,20 +46,22 @@ class TimeOrder:
         """Take in what was read of a spool."""
         self._waiting += records
         if records:
+            self._oldest_ns = min(self._oldest_ns, records[0].time_ns)
             self._wall_ns[folder] = records[-1].time_ns
             if folder in self.behind:
                 heapq.heappush(self._by_time, (self._wall_ns[folder], folder))
 
     def due(self) -> list[SpoolRecord]:
         """Take out what is not ahead of anybody who is still behind, in the order of time."""
+        frontier = self._wall_ns[self.furthest_behind()] if self.behind else None
+        if frontier is not None and frontier < self._oldest_ns:
+            # Whoever is behind was read a little further: thousands wait, and none of them is looked at.
+            return []
         # Sorting is stable, and the key of an incarnation never falls: its own order is kept.
         self._waiting.sort(key=_time)
-        if not self.behind:
-            due, self._waiting = self._waiting, []
-            return due
-        frontier = self._wall_ns[self.furthest_behind()]
-        at = bisect.bisect_right(self._waiting, frontier, key=_time)
+        at = len(self._waiting) if frontier is None else bisect.bisect_right(self._waiting, frontier, key=_time)
         due, self._waiting = self._waiting[:at], self._waiting[at:]
+        self._oldest_ns = _time(self._waiting[0]) if self._waiting else _NEVER_NS
         return due
 
     def furthest_behind(self) -> str:

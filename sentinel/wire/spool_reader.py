@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -94,6 +95,26 @@ class SpoolReader:
                 break
             self.file_index, self.offset, self._kept = self.file_index + 1, 0, None
             until = max_bytes
+        if frames:
+            self._seq = max(self._seq, max(frame.header.seq for frame in frames))
+        return frames
+
+    def take(self, file_index: int, pieces: Sequence[tuple[int, bytes]], end: int) -> list[Frame] | None:
+        """Return the frames of what came to the end of a file, in place of `poll`; None: it does not go on from here.
+
+        pieces: (offset, bytes), between which lie the payloads of rows that are away. end: offset behind all of it, at which
+        the file ended.
+        """
+        if self._kept is not None or (file_index, pieces[0][0]) != (self.file_index, self.offset):
+            return None
+        frames: list[Frame] = []
+        self.is_caught_up = True
+        for offset, data in pieces:
+            if offset != self.offset:
+                # What is between them is not what it is said to be: it is read.
+                self.is_caught_up = False
+                break
+            self._parse(data, frames, end - offset - len(data), is_over=False)
         if frames:
             self._seq = max(self._seq, max(frame.header.seq for frame in frames))
         return frames

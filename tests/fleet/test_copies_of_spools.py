@@ -6,14 +6,14 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from sentinel.errors import ConfigError, WireError
-from sentinel.fleet import copied_runs, spool_cursor
+from sentinel.fleet import copied_runs, run_copies, spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.intake_tally import REFUSED_S
@@ -501,6 +501,10 @@ class BeatingRun:
     def published(self) -> list[Published]:
         return list(self.node.next())
 
+    def read_by(self, follower: RunFollower) -> list[int]:
+        """Return the ranks of the heartbeats that a follower has yet to read."""
+        return [one.incarnation.rank for one in follower.poll() if isinstance(one.message, Heartbeat)]
+
 
 def test_heartbeats_wait_for_each_other_and_go_with_whatever_comes(tmp_path: Path) -> None:
     beating = BeatingRun(tmp_path)
@@ -586,13 +590,21 @@ def test_what_no_broker_takes_of_several_is_sent_again(tmp_path: Path) -> None:
 def test_a_follower_looks_where_something_came_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beating = BeatingRun(tmp_path)
     looked: list[str] = []
-    poll = SpoolReader.poll
+    handed: list[str] = []
+    poll, take = SpoolReader.poll, SpoolReader.take
 
     def noted(self: SpoolReader, *, final: bool = False, max_bytes: int = 0) -> list[Frame]:
         looked.append(self.directory.name)
         return poll(self, final=final, max_bytes=max_bytes)
 
+    def noted_take(self: SpoolReader, file_index: int, pieces: Sequence[tuple[int, bytes]], end: int) -> list[Frame] | None:
+        found = take(self, file_index, pieces, end)
+        if found is not None:
+            handed.append(self.directory.name)
+        return found
+
     monkeypatch.setattr(SpoolReader, "poll", noted)
+    monkeypatch.setattr(SpoolReader, "take", noted_take)
     follower = RunFollower(beating.fleet.joined / "run", arrivals=lambda: beating.fleet.copies.arrivals("run"))
     names = [beating.run.folder(rank).name for rank in range(4)]
     while follower.poll():
@@ -603,8 +615,15 @@ def test_a_follower_looks_where_something_came_and_nowhere_else(tmp_path: Path, 
     assert not follower.poll() and not looked
     beating.beats(2)
     beating.fleet.settle()
-    assert [one.message.step for one in follower.poll() if isinstance(one.message, Heartbeat)] == [2]
-    assert set(looked) == {names[2]}
+    assert beating.read_by(follower) == [2]
+    assert not looked and handed == [names[2]], "what came is in memory still, and is not read again"
+    beating.beats(1)
+    beating.fleet.settle()
+    monkeypatch.setattr(run_copies, "MAX_NEWS_BYTES", 0)
+    beating.beats(2, 1)
+    beating.fleet.settle()
+    assert sorted(beating.read_by(follower)) == [1, 1, 2]
+    assert sorted(set(looked)) == [names[1], names[2]], "what is not held is read, and so is what lies before it"
     # One of which more is known to exist is behind, and so no more when nobody waits for it.
     beating.run.write_rank(1, 2)
     beating.fleet.talk()

@@ -132,8 +132,10 @@ def test_of_a_backlog_no_step_ends_at_the_join_before_its_digest(tmp_path: Path,
             if isinstance(one, DigestPiece):
                 digests[decode_digest(one.data).step] = turn
             elif isinstance(one, SpoolChunk):
-                data, at = one.whole(), 0
-                while isinstance(frame := scan(data, at), Frame):
+                whole, at = bytearray(one.num_bytes), 0
+                for offset, data in one.pieces():
+                    whole[offset - one.offset : offset - one.offset + len(data)] = data
+                while isinstance(frame := scan(whole, at), Frame):
                     at = frame.offset_after
                     if frame.header.type == FrameType.END_STEP:
                         ranks = ended.setdefault(frame.header.step, set())

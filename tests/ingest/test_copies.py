@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import pytest
 
-from sentinel.ingest.copies import added_copies
+from sentinel.ingest.copies import added_copies, is_cut_once
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
 from sentinel.messages import ChunkInfo, Descriptor, EndStep, TensorInfo
@@ -232,7 +232,8 @@ def test_tilings_find_all_whole_copies() -> None:
 
     assert one is not None
     assert [[rank for rank, _ in copy] for copy in one.copies] == [[0, 1], [2, 3], [4]]
-    assert added_copies(0, 12, pieces((0, 4), (4, 12), (0, 4), (4, 12))) is None, "equal parts compare one by one"
+    assert not is_cut_once(pieces((0, 4), (4, 12), (0, 12)), 12)
+    assert is_cut_once(pieces((0, 4), (4, 12), (0, 4), (4, 12)), 12), "equal parts compare one by one"
     assert added_copies(0, 12, pieces((0, 4), (6, 12), (0, 12))) is None, "a gap"
 
 

@@ -216,8 +216,8 @@ def test_a_layout_made_after_another_is_the_same_as_one_made_alone(seed: int, tm
         descriptors = {**descriptors, rank: msgspec.structs.replace(one, tensors=tuple(tensors))}
         layout, alone = cache.of(turn, lambda now=descriptors: now), ModelLayout(descriptors)  # type: ignore[misc]
         assert layout.tensors == alone.tensors and layout.names == alone.names
-        assert layout.replicas == alone.replicas and layout.num_copies == alone.num_copies
-        assert layout._pieces == alone._pieces
+        assert layout.shards.replicas == alone.shards.replicas and layout.num_copies == alone.num_copies
+        assert layout.added_copies == alone.added_copies and layout.replicated == alone.replicated
         for which in descriptors:
             ids = np.arange(len(descriptors[which].tensors) + 1, dtype=np.uint32)
             np.testing.assert_array_equal(layout.logical_of(which, ids), alone.logical_of(which, ids))

@@ -165,7 +165,7 @@ def test_shards_of_replicas_are_merged_once(run_dir: Path) -> None:
     view = only_view(run_dir)
 
     assert_is_whole(named(view, "w/param"), whole)
-    assert [(r.shard, [rank for rank, _ in r.holders]) for r in view.layout.replicas] == [
+    assert [(r.shard, [rank for rank, _ in r.holders]) for r in view.layout.shards.replicas] == [
         ((("tp", 0),), [0, 2]),
         ((("tp", 1),), [1, 3]),
     ]

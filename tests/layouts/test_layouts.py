@@ -66,7 +66,7 @@ def test_statistics_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     assert [r.weights for r in watched] == [r.weights for r in bare]
     assert [r.num_collectives for r in watched] == [r.num_collectives for r in bare]
     assert len(views) == NUM_STEPS
-    assert bool(views[0].layout.replicas) is (name in COPIES)
+    assert bool(views[0].layout.replicated) is (name in COPIES)
     for view, whole in zip(views, expected, strict=True):
         for kind in ("param", "wgrad", "exp_avg", "exp_avg_sq"):
             wrong = differences(statistics(view, kind), statistics(whole, kind))

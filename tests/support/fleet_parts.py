@@ -23,6 +23,7 @@ from sentinel.fleet.partition_worker import PartitionWorker
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
 from sentinel.fleet.subjects import TO_JOIN, Ways
+from sentinel.judge.packs import RulePacks
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
@@ -205,9 +206,10 @@ class Join:
         replicas: int = 1,
         config: DaemonConfig = CONFIG,
         patience: float = 1.0,
+        packs: RulePacks | None = None,
     ) -> None:
         """num_nodes: nothing is judged before so many have spoken, for on a busy machine one begins late. patience: times
-        by which it waits longer for nodes.
+        by which it waits longer for nodes. packs: None: the default rules.
         """
         directory.mkdir(exist_ok=True)
         self.run_dir = directory / "run"
@@ -221,12 +223,13 @@ class Join:
         self.intake.start(self.ended.set)
         self.run: ServedRun | None = None
         self._num_nodes, self._config = num_nodes, config
+        self._packs = packs or loaded_packs()
 
     def turn(self) -> None:
         has_all = len(self.copies.nodes().get("run", {})) == self._num_nodes
         if not self.intake.standby_of and self.run is None and has_all:
             self.run = ServedRun(
-                RunPaths.of(self.run_dir), self._config, loaded_packs(), arrivals=lambda: self.copies.arrivals("run"),
+                RunPaths.of(self.run_dir), self._config, self._packs, arrivals=lambda: self.copies.arrivals("run"),
                 rows_from=self.copies.rows_of("run"), epoch=self.intake.epoch,
             )  # fmt: skip
         if not self.intake.standby_of and self.run is not None:

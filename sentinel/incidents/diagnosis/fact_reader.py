@@ -156,7 +156,7 @@ class FactReader:
         self._is_gradient = np.array([tensor.kind == "wgrad" for tensor in layout.tensors], np.bool_)
         is_weight = [tensor.kind == "param" for tensor in layout.tensors]
         self._weights = np.flatnonzero(np.array(is_weight, np.bool_))
-        replicated = {one.index for one in layout.replicas} | {one.index for one in layout.added_copies}
+        replicated = layout.replicated | {one.index for one in layout.added_copies}
         self._replicated = np.array(sorted(replicated & set(self._weights.tolist())), np.int64)
         self._lane_of = np.zeros(max(layout.places, default=0) + 1, np.int64)
         for rank, place in layout.places.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,7 +92,7 @@ def _of_another_world(reported: Mapping[int, int]) -> dict[int, str]:
     """Return rank -> what to say of it, where ranks do not agree how many they are. reported: rank -> its number."""
     if len(set(reported.values())) < 2:
         return {}
-    size = world_size_of(reported)
+    size = world_size_of(Counter(reported.values()), max(reported))
     agree = [rank for rank, said in reported.items() if said == size]
     others = f"{ranks(agree)} {'says' if len(agree) == 1 else 'say'}"
     return {

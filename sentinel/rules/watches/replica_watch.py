@@ -83,7 +83,7 @@ class ReplicaWatch(Watch):
         """Tell whether most weights differ, as they did when the attempt was first compared."""
         if view.attempt == self._attempt and not self._are_unlike:
             return False
-        params = {one.index for one in view.layout.replicas if view.tensors[one.index].kind == "param"}
+        params = {index for index in view.layout.replicated if view.tensors[index].kind == "param"}
         replicas = [index for index in params if view.present[index]]
         if len(replicas) < MIN_WEIGHTS:
             return False  # Or no weights were measured in this step.

@@ -65,10 +65,17 @@ class _Looked:
         place = {at: number for number, at in enumerate(index.tolist())}
         self._input = np.array([place.get(input_of.get(at, -2), -1) for at in index.tolist()], np.int64)
         """[quantities] position of that of the input; -1: there is none."""
-        entry_of = {pair: entry for entry, pair in enumerate(zip(self.number.tolist(), own.rank.tolist(), strict=True))}
-        wanted = zip(self._input[self.number].tolist(), own.rank.tolist(), strict=True)
-        self._input_entry = np.array([entry_of.get(pair, -1) for pair in wanted], np.int64)
+        self._input_entry = self._entries_of(self._input[self.number])
+        """[entries] the entry of the same rank's input; -1: there is none."""
         self._known: tuple[bytes, _RankValues] = (b"", _NOTHING)
+
+    def _entries_of(self, number: np.ndarray) -> np.ndarray:
+        """Return the entry of each one's rank at another quantity, -1 where there is none. number: [entries] of these."""
+        num_ranks = int(self.own.rank.max(initial=0)) + 1
+        known, wanted = self.number * num_ranks + self.own.rank, number * num_ranks + self.own.rank
+        at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        found: np.ndarray = np.where((number >= 0) & (known[at] == wanted), at, -1) if len(known) else at
+        return found
 
     def of_several(self, is_here: np.ndarray) -> np.ndarray:
         """Return which entries are there, as that of another rank is."""
