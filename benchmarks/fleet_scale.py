@@ -7,8 +7,8 @@ Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor 
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
 join checks, copies, merges, judges and commits. Each in a process of its own: processor time and memory are its own.
 
-A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second, nodes speak as they do, and the
-join looks at what came four times a second. With `--paced-as` nodes that have nothing but heartbeats speak as often as a
+A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second and sets its pulse, nodes speak as
+they do, and the join looks at what came four times a second. With `--paced-as` nodes that have nothing but heartbeats speak as often as a
 join of so many nodes asks them to: what it says of each node then holds for a fleet of that size. What is not
 in it is the client of the broker, of which a node sends one or two messages a second and hears as many.
 
@@ -58,6 +58,7 @@ from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.store.run_paths import RunPaths
 from sentinel.testing import SyntheticRun
+from sentinel.wire.pulse import PulseWriter
 
 RANKS_PER_NODE = 8
 STAGES = 4
@@ -165,6 +166,7 @@ def fleet(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, said.open("wb") as file:
         run, names = written(Path(name), num_nodes, group, layers)
         nodes, spooled = Fleet(Path(name), names, file, num_paced), 0
+        pulses = {rank: PulseWriter(run.folder(rank)) for rank in ranks_of(group)}
         nodes.discover()
         nodes.ship(3 * BEAT_S)
         for step in range(WARM_STEPS + steps):
@@ -178,6 +180,7 @@ def fleet(
             for _ in range(1, step_s):
                 for rank in ranks_of(group):
                     run.report(rank, Heartbeat(step=step, call_id=0, activity="train"), step)
+                    pulses[rank].beat(int(nodes.now * 1e9))
                 nodes.ship(1.0)
             spooled += _spooled(run)
             _free_written(run)

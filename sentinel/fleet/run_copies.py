@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sentinel.errors import WireError
+from sentinel.fleet.copied_pulses import CopiedPulses
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
@@ -62,6 +63,9 @@ class RunCopies:
         """When a chunk was last forgotten for want of room."""
         self._run_dir, self._tally = run_dir, tally
         self._name = printable(run_dir.name)
+        self._pulses = CopiedPulses(
+            lambda folder, pulse_ns: _put(run_dir / "spool" / folder / PULSE, pulse_ns.to_bytes(8, "little", signed=True))
+        )
         self._heads: dict[str, SpoolHead] = {}
         self._witnesses: dict[str, int] = {}
         """Folder of a spool -> bytes of what witnesses saw of it that are here."""
@@ -174,8 +178,7 @@ class RunCopies:
             self._compare_heads(folder)
         acked = copy.committed(now, len(self.copies) / ACKS_A_SECOND)
         copy.prune(head.first, acked)
-        if head.pulse_ns > 0 and (former is None or head.pulse_ns != former.pulse_ns):
-            _put(copy.folder / PULSE, head.pulse_ns.to_bytes(8, "little", signed=True))
+        self._pulses.take(node, folder, head.pulse_ns, writes=former is None or head.head != former.head)
         if head.witness:
             _put(copy.folder / WITNESS, head.witness)
             self._witnesses.pop(folder, None)
@@ -236,6 +239,7 @@ class RunCopies:
 
     def release(self, now: float) -> int:
         """Write what no node may be behind of; return the bytes that are new."""
+        self._pulses.write_silent(self.heard, now)
         until = min((self._seen_until.get(node, 0.0) for node in self._live(now)), default=now)
         num_new = 0
         while self._held and self._held[0][0] <= until:

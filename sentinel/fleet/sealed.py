@@ -68,7 +68,7 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     @property
     def num_bytes(self) -> int:
         """Bytes of the file that it stands for."""
-        return len(self.data) + sum(size for _, size in self.away)
+        return len(self.data) + (sum(size for _, size in self.away) if self.away else 0)
 
     def pieces(self) -> list[tuple[int, bytes]]:
         """Return (offset in the file, bytes) of all that is in it, rising: between them rows are away."""
@@ -82,12 +82,14 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
         return [one for one in found if one[1]]
 
     def __post_init__(self) -> None:
+        if not self.away:
+            return
         at = 0
         for offset, size in self.away:
             if offset < at + HEADER_BYTES or size <= 0 or self.size:
                 raise ValueError(f"expected rows behind their headers, got {size} bytes at {offset}")
             at = offset + size
-        if self.away and not at <= self.num_bytes <= MAX_CHUNK_BYTES:
+        if not at <= self.num_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"expected at most {MAX_CHUNK_BYTES} bytes, rows within them, got {self.num_bytes}")
 
 

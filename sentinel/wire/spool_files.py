@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
@@ -35,6 +36,7 @@ def file_name(index: int) -> str:
     return f"{index:06d}.spool"
 
 
+@functools.lru_cache(maxsize=65536)
 def read_name(name: str) -> int | KeptFile | None:
     """Return the index of the whole file of this name, or what a thinned one covers; None: it is no spool file's name."""
     if match := _WHOLE.fullmatch(name):

@@ -1,0 +1,54 @@
+"""CopiedPulses: when each process of a run said last that it lives, as nodes tell it, in the folders of its copies.
+
+A process sets its pulse fifty times a second, and each beat of a node tells another one. Who asks for it asks for that of a
+process that ended: of one that still writes frames it is held, and written when it writes no more, or its node is silent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+QUIET_S = 3.0
+"""Of a node that said nothing for so long all is written. Too small: those of nodes that speak every two seconds are written
+again and again; too large: a join that ends meanwhile takes what it holds with it, and the next has the last frames alone."""
+LOOK_S = 1.0
+
+
+class CopiedPulses:
+    """Of one run. Moments are monotonic seconds."""
+
+    def __init__(self, put: Callable[[str, int], None]) -> None:
+        """put: writes the pulse of a spool's folder, nanoseconds since the epoch."""
+        self._put = put
+        self._held: dict[str, dict[str, int]] = {}
+        """Node -> folder -> pulse that is not written."""
+        self._written: dict[str, int] = {}
+        self._due = -math.inf
+
+    def take(self, node: str, folder: str, pulse_ns: int, *, writes: bool) -> None:
+        """Take in what a beat says of a spool. writes: its process has written frames since the beat before."""
+        if pulse_ns <= 0 or self._written.get(folder) == pulse_ns:
+            return
+        if writes:
+            self._held.setdefault(node, {})[folder] = pulse_ns
+        else:
+            self._held.get(node, {}).pop(folder, None)
+            self._write(folder, pulse_ns)
+
+    def write_of(self, node: str) -> None:
+        """Write what is held of a node's processes: it is silent, or leaves."""
+        for folder, pulse_ns in self._held.pop(node, {}).items():
+            self._write(folder, pulse_ns)
+
+    def write_silent(self, heard: dict[str, float], now: float) -> None:
+        """Write what is held of nodes that are silent, at most once a second. heard: node -> when it spoke last."""
+        if now < self._due:
+            return
+        self._due = now + LOOK_S
+        for node in [one for one in self._held if now - heard.get(one, now - QUIET_S) >= QUIET_S]:
+            self.write_of(node)
+
+    def _write(self, folder: str, pulse_ns: int) -> None:
+        self._written[folder] = pulse_ns
+        self._put(folder, pulse_ns)
