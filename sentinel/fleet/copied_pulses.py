@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 QUIET_S = 3.0
 """Of a node that said nothing for so long all is written. Too small: those of nodes that speak every two seconds are written
-again and again; too large: a join that ends meanwhile takes what it holds with it, and the next has the last frames alone."""
+over and over; too large: a join that ends meanwhile takes them with it, and the next one has the last frames alone."""
 LOOK_S = 1.0
 
 

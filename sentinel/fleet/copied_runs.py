@@ -115,6 +115,12 @@ class CopiedRuns:
                 return Arrivals()
             return Arrivals(known.on_the_way(self._clock()), known.take_news())
 
+    def on_the_way(self, run: str) -> frozenset[str]:
+        """Return the folders of a run's spools of which more is known to exist than is here, heartbeats apart."""
+        with self._lock:
+            known = self._runs.get(run)
+            return frozenset() if known is None else known.on_the_way(self._clock())
+
     # What nodes publish.
 
     def take(self, published: Published) -> None:

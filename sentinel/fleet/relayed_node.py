@@ -178,8 +178,9 @@ class RelayedNode:
 
     def _passed_on(self, said: Beat, ours: Beat) -> Beat:
         """Return what a node said as the join is to hear it."""
+        on_the_way = self.copies.on_the_way(said.run)
         spools = {
-            folder: head if (copied := ours.spools.get(folder)) is None else _summed(head, copied)
+            folder: head if (copied := ours.spools.get(folder)) is None else _summed(head, copied, folder in on_the_way)
             for folder, head in said.spools.items()
         }
         self.num_waiting_bytes = sum(head.waiting_bytes for head in spools.values())
@@ -206,9 +207,11 @@ class RelayedNode:
         return msgspec.structs.replace(published, epoch=self.epoch)
 
 
-def _summed(said: SpoolHead, copied: SpoolHead) -> SpoolHead:
+def _summed(said: SpoolHead, copied: SpoolHead, is_on_the_way: bool) -> SpoolHead:
     """Return what a node says of a spool, behind which its copy is, as of both."""
+    # Heartbeats that are here, and are not passed on yet, are as little waited for as those that the node holds.
+    head = said.head if is_on_the_way else copied.head
     return msgspec.structs.replace(
-        said, sent=copied.sent, witness=copied.witness, waiting_bytes=said.waiting_bytes + copied.waiting_bytes,
+        said, head=head, sent=copied.sent, witness=copied.witness, waiting_bytes=said.waiting_bytes + copied.waiting_bytes,
         waiting_s=max(said.waiting_s, copied.waiting_s),
     )  # fmt: skip

@@ -28,7 +28,10 @@ from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import SpoolPiece, frames_of_rows, without_payloads
 from sentinel.fleet.subjects import partition_of
 from sentinel.fleet.worker_epochs import WorkerEpochs
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.liveness import BACK_S, LivenessTracker
 from sentinel.ingest.step_parts import AwayFrame
+from sentinel.messages import Heartbeat
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import HEADER_BYTES
 from sentinel.wire.spool import read_ack, write_ack
@@ -261,3 +264,35 @@ def test_a_frame_whose_beginning_came_as_it_is_has_the_header_of_one_without_row
 
 def _chunks(published: list[Published]) -> list[SpoolChunk]:
     return [one for one in published if isinstance(one, SpoolChunk)]
+
+
+def test_of_ranks_that_do_nothing_but_beat_nothing_is_behind(chain: Chain) -> None:
+    chain.turn(number=8)
+    follower = RunFollower(chain.where / "joined" / "run", arrivals=lambda: chain.join.arrivals("run"))
+    tracker, spoke, beats_at, num_beats = LivenessTracker(), chain.now, chain.now, 0
+    begun = chain.now
+    while chain.now < begun + 60.0:
+        chain.now += 0.05
+        if chain.now >= beats_at:
+            beats_at += 1.0
+            for rank in range(4):
+                chain.run.report(rank, Heartbeat(step=8, call_id=5, activity="train"), 8)
+        if chain.now - spoke >= chain.ship.pause_s:
+            spoke = chain.now
+            for beat in chain.ship.beats():
+                answer = chain.worker.take_beat(beat, is_drained=True)
+                if answer is not None:
+                    chain.ship.take_answer(answer)
+        for published in chain.ship.next():
+            assert isinstance(published, SpoolChunk)
+            chain.worker.take_chunk(published)
+        chain.worker.release()
+        chain.tell_join()
+        records = follower.poll()
+        num_beats += sum(isinstance(one.message, Heartbeat) for one in records)
+        tracker.receive(records)
+        tracker.look(chain.now, follower.behind, is_caught_up=not follower.behind)
+    facts = tracker.facts(-1, lambda incarnation: None)
+    assert num_beats > 4 * 45 and not chain.problems
+    assert min(tracker.now - one.moved_at for one in facts) > 50, "they hang"
+    assert max(tracker.now - one.received_at for one in facts) < BACK_S
