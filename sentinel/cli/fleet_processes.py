@@ -77,22 +77,22 @@ class FleetProcesses:
         broker_port: int,
         join_arguments: Sequence[str],
         say: Callable[[str], None],
-        num_workers: int = 0,
-        worker_arguments: Sequence[str] = (),
+        worker_arguments: Sequence[Sequence[str]] = (),
     ) -> None:
         """broker_port: 0 for a free one. join_arguments: further ones of `sentinel join`. say: told what happens.
 
-        num_workers: workers to which the nodes ship; 0: they ship to the join. worker_arguments: further ones of theirs.
+        worker_arguments: further ones of each worker to which the nodes ship; none: they ship to the join.
         """
         self.directory, self.joined = directory, directory / "joined"
         self.nodes = {f"node-{number}": directory / f"node-{number}" for number in range(1, num_nodes + 1)}
         """Node -> its directory of runs."""
-        self._workers = {f"worker-{number}": directory / f"worker-{number}" for number in range(1, num_workers + 1)}
+        self._workers = {f"worker-{number}": list(its) for number, its in enumerate(worker_arguments, 1)}
+        """Worker -> its further arguments."""
         self.url = ""
         """Of the page; empty: it is not known yet."""
         self._broker = OwnBroker(directory, list(self.nodes), broker_port or free_port())
         self._port = broker_port
-        self._join_arguments, self._worker_arguments, self._say = list(join_arguments), list(worker_arguments), say
+        self._join_arguments, self._say = list(join_arguments), say
         self._lock: RunLock | None = None
         self._processes: dict[str, FleetProcess] = {}
 
@@ -206,8 +206,8 @@ class FleetProcesses:
             BROKER: background(BROKER, self._broker.command),
             JOIN: ours(JOIN, "join", self.joined, *drain, *self._join_arguments),
             **{
-                name: ours(name, "worker", path, *self._worker_arguments, user=WORKER)
-                for name, path in self._workers.items()
+                name: ours(name, "worker", self.directory / name, *its, user=WORKER)
+                for name, its in self._workers.items()
             },
             **{node: ours(node, "ship", path, "--node", node, *drain, *to) for node, path in self.nodes.items()},
         }

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import FrameType
 
 import click
+import msgspec
 
-from sentinel.cli.fleet_processes import LOOK_S, FleetProcesses
+from sentinel.cli.fleet_processes import LOOK_S, FleetProcesses, free_port
 from sentinel.cli.listening import Listening, listening_options
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.handled_signals import handled
@@ -60,10 +61,13 @@ def up(
     join_arguments = [*listening.arguments, "--stream-mib", str(stream_mib)]
     rules = [word for pack in packs for word in ("--rules", pack)]
     join_arguments += rules + (["--config", config] if config else [])
+    pages = [msgspec.structs.replace(listening, listen=f"127.0.0.1:{free_port()}") for _ in range(workers)]
     fleet = FleetProcesses(
         Path(directory).absolute(), nodes, broker_port=broker_port, join_arguments=join_arguments, say=to_stderr,
-        num_workers=workers, worker_arguments=["--stream-mib", str(stream_mib), *rules],
+        worker_arguments=[["--stream-mib", str(stream_mib), *rules, *one.arguments] for one in pages],
     )  # fmt: skip
+    scheme = "https" if listening.tls_cert else "http"
+    urls = {f"worker-{number}": f"{scheme}://{one.listen}" for number, one in enumerate(pages, 1)}
     num_signals = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -73,7 +77,7 @@ def up(
     with handled((signal.SIGTERM, signal.SIGINT), stop):
         fleet.start(lambda: num_signals > 0)
         if not num_signals:
-            click.echo(json.dumps(_places(fleet)) if as_json else "\n".join(_lines(fleet, are_reads_open)))
+            click.echo(json.dumps(_places(fleet, urls)) if as_json else "\n".join(_lines(fleet, urls, are_reads_open)))
         while not num_signals:
             fleet.watch()
             time.sleep(LOOK_S)
@@ -82,18 +86,19 @@ def up(
     return INTERRUPTED if num_signals > 1 else CLEAN if is_complete else FOUND
 
 
-def _places(fleet: FleetProcesses) -> dict[str, object]:
+def _places(fleet: FleetProcesses, workers: dict[str, str]) -> dict[str, object]:
     return {
         "page": fleet.url,
         "joined": str(fleet.joined),
         "nodes": {node: {"SENTINEL_DIR": str(path)} for node, path in fleet.nodes.items()},
+        "workers": workers,
         "server": fleet.status_access.server,
         "credentials": str(fleet.credentials),
         "status": _status_command(fleet),
     }
 
 
-def _lines(fleet: FleetProcesses, are_reads_open: bool) -> list[str]:
+def _lines(fleet: FleetProcesses, workers: dict[str, str], are_reads_open: bool) -> list[str]:
     nodes = list(fleet.nodes.items())
     key = "" if are_reads_open else "; its token: .daemon/tokens.json there"
     shown = nodes if len(nodes) <= 4 else [nodes[0], nodes[-1]]
@@ -101,6 +106,7 @@ def _lines(fleet: FleetProcesses, are_reads_open: bool) -> list[str]:
         f"page         {fleet.url}  (runs in {fleet.joined}{key})",
         "trainers     the ranks of a node get its directory, and all ranks one name of the run:",
         *(f"  {node:<10} SENTINEL_DIR={shlex.quote(str(path))} SENTINEL_RUN=NAME" for node, path in shown),
+        *(f"{name:<12} {url}  (/metrics, /healthz)" for name, url in workers.items()),
         f"credentials  {fleet.credentials}  (ca.pem, and a login of each node, of join, worker and status)",
         f"next         {_status_command(fleet)}",
     ]

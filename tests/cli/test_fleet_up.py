@@ -19,7 +19,7 @@ from sentinel.cli.main import run_cli
 from sentinel.store.lock import RunLock
 
 from ..support.ports import free_port
-from ..support.servers import get, need
+from ..support.servers import get, is_up, need
 from ..support.serving import small_run
 from ..support.waiting import wait_for, wait_for_words
 
@@ -161,6 +161,10 @@ def test_a_fleet_comes_up_judges_what_nodes_write_and_goes_on_where_it_was(tmp_p
             )
             assert {b"sentinel_join_active 1.0", b"sentinel_join_broker_connected 1.0"} <= set(said_by_join.splitlines())
             assert f"sentinel_join_lease_epoch {number + 1}.0".encode() in said_by_join
+            assert list(places["workers"]) == [f"worker-{one}" for one in range(1, num_workers + 1)]
+            for url in places["workers"].values():
+                wait_for(lambda page=url: is_up(f"{page}/metrics"))
+                assert b"sentinel_worker_partitions" in get(f"{url}/metrics")
             shippers = (tmp_path / "fleet" / "logs" / "node-2.log").read_text().count("shipping")
             assert shippers == 1 + 2 * number
             pids = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "ship.*node-2"], capture_output=True, text=True)
