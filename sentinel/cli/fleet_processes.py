@@ -205,10 +205,7 @@ class FleetProcesses:
         return {
             BROKER: background(BROKER, self._broker.command),
             JOIN: ours(JOIN, "join", self.joined, *drain, *self._join_arguments),
-            **{
-                name: ours(name, "worker", self.directory / name, *its, user=WORKER)
-                for name, its in self._workers.items()
-            },
+            **{name: ours(name, "worker", self.directory / name, *its, user=WORKER) for name, its in self._workers.items()},
             **{node: ours(node, "ship", path, "--node", node, *drain, *to) for node, path in self.nodes.items()},
         }
 

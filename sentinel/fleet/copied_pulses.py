@@ -1,18 +1,22 @@
 """CopiedPulses: when each process of a run said last that it lives, as nodes tell it, in the folders of its copies.
 
 A process sets its pulse fifty times a second, and each beat of a node tells another one. Who asks for it asks for that of a
-process that ended: of one that still writes frames it is held, and written when it writes no more, or its node is silent.
+process that ended: it is held as long as frames come, and written when none has come for a while, or the node is silent.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 
 QUIET_S = 3.0
 """Of a node that said nothing for so long all is written. Too small: those of nodes that speak every two seconds are written
 over and over; too large: a join that ends meanwhile takes them with it, and the next one has the last frames alone."""
 LOOK_S = 1.0
+MOVED_S = 2.25
+"""A process of which frames came so short a time ago goes on. Too small: those of thousands are written at each beat; too
+large: it is asked for before it is there, which is when the process has been silent for 2.5 s (`ingest/witnesses.py`)."""
 
 
 class CopiedPulses:
@@ -24,13 +28,16 @@ class CopiedPulses:
         self._held: dict[str, dict[str, int]] = {}
         """Node -> folder -> pulse that is not written."""
         self._written: dict[str, int] = {}
+        self._moved_at = defaultdict[str, float](lambda: -math.inf)
         self._due = -math.inf
 
-    def take(self, node: str, folder: str, pulse_ns: int, *, writes: bool) -> None:
-        """Take in what a beat says of a spool. writes: its process has written frames since the beat before."""
+    def take(self, node: str, folder: str, pulse_ns: int, now: float, *, has_moved: bool) -> None:
+        """Take in what a beat says of a spool. has_moved: there are frames in it that the beat before did not know of."""
+        if has_moved:
+            self._moved_at[folder] = now
         if pulse_ns <= 0 or self._written.get(folder) == pulse_ns:
             return
-        if writes:
+        if now - self._moved_at[folder] < MOVED_S:
             self._held.setdefault(node, {})[folder] = pulse_ns
         else:
             self._held.get(node, {}).pop(folder, None)

@@ -178,7 +178,7 @@ class RunCopies:
             self._compare_heads(folder)
         acked = copy.committed(now, len(self.copies) / ACKS_A_SECOND)
         copy.prune(head.first, acked)
-        self._pulses.take(node, folder, head.pulse_ns, writes=former is None or head.head != former.head)
+        self._pulses.take(node, folder, head.pulse_ns, now, has_moved=former is None or head.head != former.head)
         if head.witness:
             _put(copy.folder / WITNESS, head.witness)
             self._witnesses.pop(folder, None)
@@ -209,16 +209,25 @@ class RunCopies:
         return news
 
     def _compare_heads(self, folder: str) -> None:
-        head, place = self._heads.get(folder), self.copies[folder].place
-        for held in self._held_of[folder]:
-            # A rank beats once a second: if its heartbeats were waited for it would be behind for good, and hang unseen.
-            if not held.is_beats or held.begin != place:
-                break
-            place = held.end
-        if self._owners[folder] not in self._spoken if head is None else _is_beyond(head.head, place):
+        head = self._heads.get(folder)
+        if self._owners[folder] not in self._spoken if head is None else self._is_behind(folder, head.head):
             self._behind.add(folder)
         else:
             self._behind.discard(folder)
+
+    def _is_behind(self, folder: str, head: FilePlace) -> bool:
+        """Return whether a spool that ends at `head` holds more than its copy, heartbeats that wait here apart."""
+        place = self.copies[folder].place
+        if not _is_beyond(head, place):
+            return False
+        # A rank beats once a second: if its heartbeats were waited for it would be behind for good, and hang unseen.
+        for held in self._held_of.get(folder, ()):
+            if not held.is_beats or held.begin != place:
+                return True
+            place = held.end
+            if not _is_beyond(head, place):
+                return False
+        return True
 
     def hold(self, chunk: SpoolChunk, now: float) -> None:
         """Keep a chunk of a spool that was claimed, until `release`."""

@@ -36,9 +36,9 @@ class PulsingNode:
         if beats:
             self.run.report(rank, Heartbeat(step=2, call_id=0, activity="train"))
 
-    def talk(self, *, is_leaving: bool = False) -> None:
-        """Have the node publish and speak, and hear the answer, a second later."""
-        self.now += 1.0
+    def talk(self, *, is_leaving: bool = False, seconds: float = 1.0) -> None:
+        """Have the node publish and speak, and hear the answer, some seconds later."""
+        self.now += seconds
         self.node.discover()
         for one in self.node.next():
             self.copies.take(one)
@@ -70,7 +70,7 @@ def test_of_ranks_that_go_on_no_pulse_is_written(node: PulsingNode) -> None:
     assert node.written() == 0
 
 
-def test_the_last_pulse_of_a_rank_that_ends_is_there_with_the_next_beat(node: PulsingNode) -> None:
+def test_the_last_pulse_of_a_rank_that_ends_is_there_before_it_is_asked_for(node: PulsingNode) -> None:
     for turn in range(5):
         for rank in range(4):
             node.live(rank, 1_000 + turn)
@@ -79,12 +79,21 @@ def test_the_last_pulse_of_a_rank_that_ends_is_there_with_the_next_beat(node: Pu
     node.live(2, 2_000, beats=False)
     for rank in (0, 1, 3):
         node.live(rank, 3_000)
-    node.talk()
-    node.talk()
+    # Nobody is asked about a rank that was heard less than 2.5 s ago.
+    for _ in range(3):
+        node.talk()
     assert node.known(2) == 2_000
     node.live(2, 2_500, beats=False)
     node.talk()
     assert node.known(2) == 2_500, "it lived, and wrote no frames"
+
+
+def test_while_a_node_speaks_often_a_pulse_that_rises_between_frames_is_not_written(node: PulsingNode) -> None:
+    for turn in range(80):
+        for rank in range(4):
+            node.live(rank, 1_000 + turn, beats=turn % 4 == 0)
+        node.talk(seconds=0.25)
+    assert node.written() == 0
 
 
 @pytest.mark.parametrize("leaves", [False, True])
