@@ -1,6 +1,6 @@
 """Faults of a fleet, at random, over and over: nodes, a broker, two joins on one directory, compared with one daemon.
 
-    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0] [--digests | --workers]
+    python benchmarks/fleet_chaos.py [--seeds 500] [--first 0] [--digests | --workers] [--paced]
 
 A schedule is a seed: while a recorded run of four ranks on two nodes is written, shippers are killed and stopped, nodes
 are cut off (wholly, or in one direction), joins are killed, stopped past their lease, cut off from the broker, or stopped
@@ -12,6 +12,8 @@ is gone before anybody read it.
 With --digests nodes send these in place of rows, which a join asks for where it wants them: copies may lack them then.
 With --workers two workers are between the nodes, which ship to them, and the joins, which get digests: workers are killed,
 stopped past their leases and cut off, and the broker forgets who has which partition, and frames.
+
+With --paced nodes are asked to speak as seldom as those of a large fleet, and so say nothing of spools that only beat.
 
 Held against each seed: copies that are the spools byte for byte, where these come whole; anomalies, incidents and decisions
 of one daemon on one disk; each message told, and once to a sink that goes by its key; epochs that only grow. It runs in one
@@ -31,6 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from sentinel.fleet import copied_runs
 from tests.support.fleet_faults import DigestedFleet, FaultyFleet, RecordedFleet
 from tests.support.relayed_faults import RelayedFleet
 
@@ -46,7 +49,10 @@ def main() -> int:
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--digests", action="store_const", dest="kind", const=DigestedFleet, default=FaultyFleet)
     of.add_argument("--workers", action="store_const", dest="kind", const=RelayedFleet)
+    parser.add_argument("--paced", action="store_true")
     options = parser.parse_args()
+    if options.paced:
+        copied_runs.IDLE_NODES_A_SECOND = 1
     # Ranks of a machine are merged there.
     kind, shape = options.kind, {} if options.kind is FaultyFleet else {"ranks_per_host": 2}
     logging.disable(logging.CRITICAL)

@@ -54,6 +54,8 @@ class NodeRun:
         """The newest beat to which an answer was taken."""
         self.refused: dict[str, float] = {}
         """What was not believed, in words -> when last."""
+        self.told_all, self.told_to = -math.inf, ""
+        """When all was said of all spools, and to which join."""
         self.beaten = -math.inf
         """When heartbeats were published last."""
         self._node, self._kinds, self._arrivals, self._clock = node, digested_kinds, arrivals, clock

@@ -24,6 +24,7 @@ from sentinel.fleet.sealed import (
     FilePlace,
     Published,
     RowsPiece,
+    SpoolHead,
     SpoolHeld,
 )
 from sentinel.fleet.spool_cursor import are_heartbeats
@@ -42,6 +43,9 @@ HEARTBEATS_S, MAX_PACE_S = 1.0, 2.0
 """Heartbeats wait for so long for anything else of their run to go with: each of a machine's ranks writes one a second. So
 long is also the time between what a node says that has nothing else. A join of many nodes asks for more, up to the second:
 a rank of which nothing comes for 5 s may have been stopped, and is not known to hang (`ingest/liveness.py`)."""
+TOLD_S = 8.0
+"""A node that is asked to speak less often says for so long nothing of spools of which nothing but heartbeats comes: what
+nodes say of these is a tenth of the work of a join of thousands. Heartbeats that were lost are sent again so much later."""
 ASKED_S = 0.5
 """So long behind an answer that asks for rows the next such is waited for."""
 BUSY_S = 1.0
@@ -78,6 +82,8 @@ class NodeRuns:
         self._session, self._num_beats = secrets.token_hex(8), 0
         self._sent: dict[int, float] = {}
         """Beat -> when it was sent, monotonic seconds, for so long as it may be answered."""
+        self._partial: set[int] = set()
+        """Those of these that left spools out."""
         self.directory, self.node = directory, node
         self._kinds, self._arrivals = digested_kinds, arrivals
         self._owed_at = -RESEND_S
@@ -151,6 +157,7 @@ class NodeRuns:
                     beating.append(folder)
                     continue
                 num_bytes, has_more, self._busy_until = num_bytes + len(chunk.data), True, now + BUSY_S
+                spool.data_end = spool.cursor.place
                 yield chunk
             if beating and (has_more or now - run.beaten >= self._pace_s):
                 run.beaten = now
@@ -210,15 +217,32 @@ class NodeRuns:
             if len(heads) > MAX_SPOOLS:
                 by_need = sorted(heads, key=lambda one: (heads[one].waiting_bytes == 0, -run.spools[one].mtime))
                 heads = {one: heads[one] for one in by_need[:MAX_SPOOLS]}
+            heads, num_quiet = self._news(run, heads, now, tells_all=is_ending or is_leaving)
             names = sorted(one for one in _names(run.run_dir / "control") if COMMAND_FILE.fullmatch(one))
             self._num_beats += 1
             self._sent = {number: at for number, at in self._sent.items() if now - at <= EXPIRES_S}
+            self._partial &= self._sent.keys()
             self._sent[self._num_beats] = now
+            if num_quiet:
+                self._partial.add(self._num_beats)
             yield Beat(
                 version=PLAIN_VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
                 blocked=blocked, is_leaving=is_leaving, number=(self._session, self._num_beats),
                 refused=[why for why, at in run.refused.items() if now - at <= SAID_S], is_ending=is_ending,
+                num_quiet=num_quiet,
             )  # fmt: skip
+
+    def _news(
+        self, run: NodeRun, heads: dict[str, SpoolHead], now: float, *, tells_all: bool
+    ) -> tuple[dict[str, SpoolHead], int]:
+        """Return what is to be said of which spools, and of how many nothing is."""
+        tells_all |= self._pace_s <= HEARTBEATS_S or now - run.told_all >= TOLD_S or run.told_to != run.echo[0]
+        if tells_all:
+            run.told_all, run.told_to = now, run.echo[0]
+        news = {one: head for one, head in heads.items() if tells_all or not run.spools[one].is_quiet(head)}
+        for folder, head in heads.items():
+            run.spools[folder].note_beat(head, is_said=folder in news)
+        return news, len(heads) - len(news)
 
     def take_answer(self, answer: Answer, *, has_signature: bool = False) -> None:
         """Go by what the join says: where each spool goes on, what is committed, what is commanded.
@@ -238,6 +262,10 @@ class NodeRuns:
         if answer.join == run.echo[0] and answer.stamp < run.echo[1]:
             return
         is_new_join = answer.join != run.echo[0]
+        if is_new_join and answer.to[1] in self._partial:
+            # It does not know of all spools yet: all is said with the next beat, and what is new begins with its answer.
+            run.told_to = ""
+            return
         run.echo = (answer.join, answer.stamp)
         self._pace_s = min(max(answer.pace_s, HEARTBEATS_S), MAX_PACE_S)
         now, is_lost = self._clock(), False

@@ -39,6 +39,12 @@ class NodeSpool:
         """Why the join takes nothing of it; empty: it does."""
         self.kept_since: float | None = None
         """Since when nothing was published for want of digests; None: something was, or nothing is wanting."""
+        self.data_end = FilePlace()
+        """Behind the newest of what was published that is not heartbeats."""
+        self._said: SpoolHead | None = None
+        """What was last said of it."""
+        self._sent = FilePlace()
+        """Behind what was published by the beat before, said or not."""
         self._moved = 0.0
         """When `held` changed, or all was sent anew."""
         self._witness_bytes = -1
@@ -66,6 +72,25 @@ class NodeSpool:
             acked=read_ack(self.cursor.folder), pulse_ns=read_pulse(self.cursor.folder),
             witness=b"" if len(witness) == self._witness_bytes else witness,
         )  # fmt: skip
+
+    def is_quiet(self, head: SpoolHead) -> bool:
+        """Return whether nothing but heartbeats came of it since something was said of it. head: its own, as of now."""
+        said = self._said
+        return (
+            said is not None
+            and self.held is not None
+            and not self.refused
+            and head.head == head.sent
+            and not head.witness
+            and (head.first, head.acked) == (said.first, said.acked)
+            # Of a process that writes nothing more the pulse tells when it ended.
+            and (head.sent != self._sent or head.pulse_ns == said.pulse_ns)
+            and (last_index(self.data_end.file), self.data_end.offset) <= (last_index(self.held.file), self.held.offset)
+        )
+
+    def note_beat(self, head: SpoolHead, *, is_said: bool) -> None:
+        """Take note of a beat that says this of it, or nothing."""
+        self._said, self._sent = head if is_said else self._said, head.sent
 
     def _is_beaten(self, head: FilePlace) -> bool:
         """Return whether heartbeats, and nothing else, lie between what was published and the end of the spool."""

@@ -107,7 +107,7 @@ def _status(beat: Beat, answer: Answer | None, *, is_unheard: bool) -> NodeStatu
     elif answer is None:
         blocked.append("no join answers")
     return NodeStatus(
-        run=beat.run, node=beat.node, num_spools=len(beat.spools),
+        run=beat.run, node=beat.node, num_spools=len(beat.spools) + beat.num_quiet,
         waiting_bytes=sum(one.waiting_bytes for one in beat.spools.values()),
         waiting_s=max((one.waiting_s for one in beat.spools.values()), default=0.0),
         head={folder: (one.head.file, one.head.offset) for folder, one in beat.spools.items()},

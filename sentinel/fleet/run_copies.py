@@ -153,7 +153,7 @@ class RunCopies:
         if beat.number[0]:
             self._numbers[node] = beat.number
         self.heard[node] = now
-        if node not in self._spoken:
+        if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)
             self._behind -= {one for one, owner in self._owners.items() if owner == node and one not in self._heads}
         self._spoke[node] = (

@@ -173,6 +173,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Of the lease of the worker that passes it on; 0: the node itself says it."""
     worker: str = ""
     """Which worker passes it on; empty: the node itself says it."""
+    num_quiet: int = 0
+    """Spools that it leaves out, for of these nothing but heartbeats came: what was said of them before is true enough."""
 
 
 class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.node_runs import HEARTBEATS_S, MAX_PACE_S, NodeRuns
+from sentinel.fleet.node_runs import HEARTBEATS_S, MAX_PACE_S, TOLD_S, NodeRuns
 from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, seal, unseal
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.liveness import BACK_S, LivenessTracker
@@ -42,6 +42,7 @@ class BeatingFleet:
         self._beats_at = [self.now + rng.random() for _ in self.nodes]
         self._looks_at = self.now
         self.loses_chunks = False
+        self.said: list[Beat] = []
         self.written: dict[int, float] = {}
         """Rank -> when it wrote its newest heartbeat that was not read."""
         self.delays: list[float] = []
@@ -83,6 +84,7 @@ class BeatingFleet:
             return
         self._spoke[number] = self.now
         for beat in node.beats():
+            self.said.append(beat)
             answer = self.copies.take_beat(unseal(seal(beat), Beat), is_drained=False)
             if answer is not None:
                 answer = msgspec.structs.replace(answer, pace_s=self._pace_s)
@@ -153,6 +155,29 @@ def test_what_is_not_heartbeats_is_waited_for(tmp_path: Path) -> None:
         fleet.copies.take_beat(unseal(seal(beat), Beat), is_drained=False)
     fleet.follower.poll()
     assert fleet.follower.behind == {fleet.run.incarnation(1)}
+
+
+def test_of_ranks_that_do_nothing_but_beat_a_node_that_is_asked_to_says_little(tmp_path: Path) -> None:
+    fleet = BeatingFleet(tmp_path, 2, MAX_PACE_S)
+    fleet.hang(20)
+    fleet.said.clear()
+    fleet.hang(24)
+    counts = [(len(beat.spools), beat.num_quiet) for beat in fleet.said]
+    assert set(counts) == {(1, 0), (0, 1)} and counts.count((1, 0)) <= 2 * (24 / TOLD_S + 1)
+    # The end of a step is said, until the join has it.
+    fleet.run.write(1)
+    fleet.said.clear()
+    fleet.hang(6)
+    assert [len(beat.spools) for beat in fleet.said].count(1) > 4
+    assert not fleet.follower.behind
+    # Another join hears of all, and waits until it has.
+    fleet.run.write_rank(1, 4)
+    fleet.copies = CopiedRuns(tmp_path / "joined", "j2", begin_s=0.0, clock=lambda: fleet.now)
+    assert len(fleet.copies.arrivals("run").on_the_way) == 2
+    fleet.said.clear()
+    fleet.hang(10)
+    assert not fleet.copies.arrivals("run").on_the_way
+    assert {beat.node for beat in fleet.said[:5] if not beat.num_quiet} == {"node0", "node1"}
 
 
 HANG_PACK = """
