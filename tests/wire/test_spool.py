@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +374,33 @@ def test_what_is_no_file_in_a_spool_is_neither_waited_for_nor_followed(tmp_path:
         stranger.symlink_to(tmp_path / "elsewhere")
 
     assert seqs(drain(SpoolReader(folder), final=True)) == [1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_handed_over_is_read_as_it_is_from_the_disk(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    with contextlib.closing(writer(tmp_path / "whole", file_bytes=4_000)) as written:
+        for number in range(60):
+            written.append(FrameType.HEALTH, b"x" * rng.randrange(400), step=number)
+    expected = drain(SpoolReader(tmp_path / "whole"), final=True)
+    reader, found, num_taken, num_polled = SpoolReader(tmp_path / "copy"), list[Frame](), 0, 0
+    (tmp_path / "copy").mkdir()
+    for path in sorted((tmp_path / "whole").glob("*.spool")):
+        data, at = path.read_bytes(), 0
+        ends = [one.offset_after for one in expected if one.file_index == int(path.stem)]
+        while at < len(data):
+            # Cut behind a frame as a rule, and not always handed over.
+            end = min(len(data), at + rng.randrange(1, 900))
+            if rng.random() < 0.9:
+                end = next(one for one in ends if one >= end)
+            with (tmp_path / "copy" / path.name).open("ab") as file:
+                file.write(data[at:end])
+            frames = reader.take(int(path.stem), [(at, data[at:end])], end) if rng.random() < 0.8 else None
+            num_taken, num_polled = num_taken + (frames is not None), num_polled + (frames is None)
+            found += drain(reader) if frames is None else frames
+            at = end
+    found += drain(reader, final=True)
+    assert [(frame.header, bytes(frame.payload)) for frame in found] == [
+        (frame.header, bytes(frame.payload)) for frame in expected
+    ]
+    assert num_taken and num_polled
