@@ -165,9 +165,11 @@ class RunCopies:
             self._seen_until[node] = max(self._seen_until.get(node, 0.0), beat.echo[1] / 1e9)
         if beat.is_leaving:
             del self.heard[node], self._spoke[node]
-        return {folder: self._compared(folder, head, node, now) for folder, head in beat.spools.items()}
+        # One that ends waits for what is committed.
+        look_s = 0.0 if beat.is_ending else len(self.copies) / ACKS_A_SECOND
+        return {folder: self._compared(folder, head, node, now, look_s) for folder, head in beat.spools.items()}
 
-    def _compared(self, folder: str, head: SpoolHead, node: str, now: float) -> SpoolHeld:
+    def _compared(self, folder: str, head: SpoolHead, node: str, now: float, look_s: float) -> SpoolHeld:
         if refused := self.claim(folder, node):
             return SpoolHeld(FilePlace(), refused=refused)
         copy = self.copies[folder]
@@ -176,7 +178,7 @@ class RunCopies:
             # A beat that was on its way for longer than the next one knows less.
             self._heads[folder] = head
             self._compare_heads(folder)
-        acked = copy.committed(now, len(self.copies) / ACKS_A_SECOND)
+        acked = copy.committed(now, look_s)
         copy.prune(head.first, acked)
         self._pulses.take(node, folder, head.pulse_ns, now, has_moved=former is None or head.head != former.head)
         if head.witness:

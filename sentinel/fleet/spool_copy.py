@@ -40,8 +40,8 @@ class SpoolCopy:
         self._arrived: Arrived | None = None
         self.away: dict[tuple[int, int], int] = {}
         """(file index, offset) of frames whose rows are not here -> bytes of the frame; rising."""
-        self._ack, self._ack_id, self._ack_due = (0, 0), (0, 0, 0), -math.inf
-        """What the daemon has committed, (inode, time, bytes) of the file that says so, and when it is looked at again."""
+        self._ack, self._ack_id, self._ack_looked_at = (0, 0), (0, 0, 0), -math.inf
+        """What the daemon has committed, (inode, time, bytes) of the file that says so, and when it was looked at last."""
         self._pruned_before = 0
         self._part: tuple[str, int] = ("", 0)
         """(thinned file of which a part is here, bytes of it)"""
@@ -91,14 +91,14 @@ class SpoolCopy:
         arrived, self._arrived = self._arrived, None
         return arrived
 
-    def committed(self, now: float = math.inf, look_s: float = 0.0) -> tuple[int, int]:
+    def committed(self, now: float = 0.0, look_s: float = 0.0) -> tuple[int, int]:
         """Return what the daemon has committed: as `read_ack`, for one who asks several times a second.
 
         now: monotonic seconds. look_s: for so long what was read is taken to be so still.
         """
-        if now < self._ack_due:
+        if now - self._ack_looked_at < look_s:
             return self._ack
-        self._ack_due = now + look_s if now < math.inf else self._ack_due
+        self._ack_looked_at = now
         try:
             found = os.stat(f"{self._name}/ack")  # noqa: PTH116 -- for each spool of a fleet
         except OSError:

@@ -587,6 +587,30 @@ def test_what_no_broker_takes_of_several_is_sent_again(tmp_path: Path) -> None:
     assert tuple(beating.published()) == parts
 
 
+def test_of_thousands_what_is_committed_is_looked_at_now_and_then_and_at_once_for_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beating = BeatingRun(tmp_path)
+    monkeypatch.setattr(run_copies, "ACKS_A_SECOND", 0.1)
+    copy = beating.fleet.joined / "run" / "spool" / beating.run.folder(0).name
+
+    def told(*, is_ending: bool = False) -> tuple[int, int]:
+        (beat,) = beating.node.beats(is_ending=is_ending)
+        answer = beating.fleet.copies.take_beat(beat, is_drained=True)
+        assert answer is not None
+        return answer.spools[copy.name].acked
+
+    told()
+    write_ack(copy, 0, 300)
+    assert told() == (0, 0)
+    assert told(is_ending=True) == (0, 300)
+    write_ack(copy, 0, 400)
+    beating.fleet.now += 39.0
+    assert told() == (0, 300)
+    beating.fleet.now += 2.0
+    assert told() == (0, 400)
+
+
 def test_a_follower_looks_where_something_came_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beating = BeatingRun(tmp_path)
     looked: list[str] = []
