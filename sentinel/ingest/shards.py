@@ -102,23 +102,24 @@ class LayoutShards:
             self.tensor_of[numbers].astype(np.int64) * self._num_dtypes + dtypes, return_inverse=True, return_counts=True
         )
         pieces_of_groups, ends = self._pieces[np.argsort(of_group.reshape(-1), kind="stable")], np.cumsum(num_pieces)
-        found, known = list[tuple[int, CopySet]](), dict[tuple[tuple[int, ...], int], bool]()
+        several, known = dict[int, npt.NDArray[np.int64]](), dict[tuple[tuple[int, ...], int], bool]()
         for at, end, num in zip(group.tolist(), ends.tolist(), num_pieces.tolist(), strict=True):
-            if num < 2:
-                continue
-            own = pieces_of_groups[end - num : end]
+            own, num_elements = pieces_of_groups[end - num : end], tensors[at // self._num_dtypes].num_elements
+            shards = tuple(self._shard_of[own // self._num_dtypes].tolist()) if num > 1 else ()
+            if (shards, num_elements) not in known:
+                known[shards, num_elements] = is_cut_once((self._shards[one] for one in shards), num_elements)
+            if not known[shards, num_elements]:
+                several[at] = own
+        # All are looked for at once: there may be thousands of ranks.
+        holders = self._holders(np.concatenate([np.empty(0, np.int64), *several.values()])) if several else {}
+        found = []
+        for at, own in sorted(several.items(), key=lambda one: int(one[1][0])):
             index = at // self._num_dtypes
-            shards = tuple(self._shard_of[own // self._num_dtypes].tolist())
-            asked = (shards, tensors[index].num_elements)
-            if asked not in known:
-                known[asked] = is_cut_once((self._shards[one] for one in shards), asked[1])
-            if known[asked]:
-                continue
-            pieces = {self.shard(piece // self._num_dtypes): held for piece, held in self._holders(own).items()}
-            copies = added_copies(index, asked[1], pieces)
+            pieces = {self.shard(piece // self._num_dtypes): holders[piece] for piece in own.tolist()}
+            copies = added_copies(index, tensors[index].num_elements, pieces)
             if copies is not None:
-                found.append((int(own[0]), copies))
-        return [copies for _, copies in sorted(found, key=lambda one: one[0])]
+                found.append(copies)
+        return found
 
     def _pairs(self, rank: int) -> npt.NDArray[np.int64]:
         """Return the pieces that a rank's weights are, in the order of its table."""
@@ -126,7 +127,7 @@ class LayoutShards:
         return self.tables[rank][weights.ids].astype(np.int64) * self._num_dtypes + weights.dtypes
 
     def _holders(self, pieces: npt.NDArray[np.int64]) -> dict[int, list[Holder]]:
-        """Return who holds each of some pieces. pieces: rising."""
+        """Return who holds each of some pieces."""
         found: dict[int, list[Holder]] = {piece: [] for piece in pieces.tolist()}
         for rank, weights in self._weights.items():
             pairs = self._pairs(rank)
