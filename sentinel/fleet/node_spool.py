@@ -16,6 +16,7 @@ from sentinel.wire.witness import NAME as WITNESS
 RESEND_S = 3.0
 """What was published and is not held is published again after so long, where it is on its way no more: the stream was
 drained, or what was published after it has come."""
+MAX_WAITING = 64
 MAX_BEATEN_BYTES = 4096
 """Most bytes behind what was published that are looked into."""
 
@@ -48,7 +49,8 @@ class NodeSpool:
         self._moved = 0.0
         """When `held` changed, or all was sent anew."""
         self._witness_bytes = -1
-        self._waits_since: float | None = None
+        self._waiting: list[tuple[float, FilePlace]] = []
+        """(when, end of the spool then) of what the join does not hold, the oldest first."""
 
     @property
     def mtime(self) -> float:
@@ -64,14 +66,26 @@ class NodeSpool:
         if self._is_beaten(head):
             # A rank writes one a second: of one that does nothing else there would always be more than the join has.
             head = self.cursor.place
-        self._waits_since = None if waiting == 0 else now if self._waits_since is None else self._waits_since
+        waiting_s = self._waiting_s(head, now)
         witness = _witness(self.cursor.folder)
         return SpoolHead(
             first=first, head=head, sent=self.cursor.place, waiting_bytes=waiting,
-            waiting_s=0.0 if self._waits_since is None else now - self._waits_since,
+            waiting_s=waiting_s,
             acked=read_ack(self.cursor.folder), pulse_ns=read_pulse(self.cursor.folder),
             witness=b"" if len(witness) == self._witness_bytes else witness,
         )  # fmt: skip
+
+    def _waiting_s(self, head: FilePlace, now: float) -> float:
+        """Return for how long the oldest byte has waited that the join does not hold. head: the end of the spool."""
+        held, waiting = _order(self.held or FilePlace()), self._waiting
+        if not waiting or waiting[-1][1] != head:
+            waiting.append((now, head))
+        while waiting and _order(waiting[0][1]) <= held:
+            del waiting[0]
+        if len(waiting) > MAX_WAITING:
+            # Of what came later it is known a little less well since when.
+            del waiting[1]
+        return now - waiting[0][0] if waiting else 0.0
 
     def is_quiet(self, head: SpoolHead) -> bool:
         """Return whether nothing but heartbeats came of it since something was said of it. head: its own, as of now."""
@@ -85,7 +99,7 @@ class NodeSpool:
             and (head.first, head.acked) == (said.first, said.acked)
             # Of a process that writes nothing more the pulse tells when it ended.
             and (head.sent != self._sent or head.pulse_ns == said.pulse_ns)
-            and (last_index(self.data_end.file), self.data_end.offset) <= (last_index(self.held.file), self.held.offset)
+            and _order(self.data_end) <= _order(self.held)
         )
 
     def note_beat(self, head: SpoolHead, *, is_said: bool) -> None:
@@ -125,7 +139,7 @@ class NodeSpool:
         """Have a chunk that could not be published read again, and all behind it."""
         place = chunk.after if chunk.size or chunk.offset == 0 else FilePlace(chunk.file, chunk.offset)
         now = self.cursor.place
-        if (last_index(place.file), place.offset) <= (last_index(now.file), now.offset):
+        if _order(place) <= _order(now):
             self.cursor.seek(place)
 
     def commit(self, acked: tuple[int, int], *, is_copy: bool) -> str:
@@ -137,7 +151,7 @@ class NodeSpool:
             self.acked = max(self.acked, acked)
             return ""
         head = self.cursor.head()[1]
-        if not is_copy and acked > (last_index(head.file), head.offset):
+        if not is_copy and acked > _order(head):
             return f"{self.cursor.folder}: the join commits {acked}, and this spool ends at {head}; it is not believed"
         try:
             write_ack(self.cursor.folder, *acked)
@@ -145,6 +159,10 @@ class NodeSpool:
         except OSError as error:
             return f"{self.cursor.folder}: cannot be acknowledged: {error.strerror or error}"
         return ""
+
+
+def _order(place: FilePlace) -> tuple[int, int]:
+    return last_index(place.file), place.offset
 
 
 def _witness(folder: Path) -> bytes:

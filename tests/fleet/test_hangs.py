@@ -98,6 +98,10 @@ class BeatingFleet:
         self.tracker.receive(records)
         self.tracker.look(self.now, self.follower.behind, is_caught_up=not self.follower.behind)
 
+    def waiting_s(self) -> list[float]:
+        """Return for how long what waits has waited, as each node says of its spools."""
+        return [one.waiting_s for node in self.nodes for beat in node.beats(is_ending=True) for one in beat.spools.values()]
+
     def stands_s(self) -> list[float]:
         """Return for how long each rank has not moved, by what is known of it."""
         facts = self.tracker.facts(-1, lambda incarnation: None)
@@ -120,6 +124,8 @@ def test_ranks_that_beat_and_stand_still_are_known_to(tmp_path: Path, num_nodes:
     assert min(fleet.stands_s()) > 70 - LONGEST_S
     assert max(fleet.silent_s()) < BACK_S, "more would be taken for a rank that was stopped"
     assert len(fleet.delays) > 20 * num_nodes / LONGEST_S and max(fleet.delays) <= LONGEST_S
+    # Nor do they wait for longer and longer, as if a node did not come after.
+    assert 0 < max(fleet.waiting_s()) <= LONGEST_S + (TOLD_S if pace_s > HEARTBEATS_S else 0.0)
 
 
 def test_of_ranks_whose_frames_do_not_come_nothing_is_said(tmp_path: Path) -> None:
@@ -130,9 +136,10 @@ def test_of_ranks_whose_frames_do_not_come_nothing_is_said(tmp_path: Path) -> No
         fleet.hang(5)
         # Their heads are known, what lies before these is not here.
         assert max(fleet.silent_s()) < 2 * BACK_S + LONGEST_S and max(fleet.stands_s()) < 10 + 2 * BACK_S + LONGEST_S
-    assert fleet.follower.behind
+    assert fleet.follower.behind and 50 < min(fleet.waiting_s()) <= 65
     fleet.loses_chunks = False
     fleet.hang(30)
+    assert max(fleet.waiting_s()) <= LONGEST_S
     assert max(fleet.silent_s()) < BACK_S and not fleet.follower.behind
     assert 30 - LONGEST_S - BACK_S < min(fleet.stands_s()) < 90
 
