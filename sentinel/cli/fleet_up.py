@@ -106,7 +106,10 @@ def _lines(fleet: FleetProcesses, workers: dict[str, str], are_reads_open: bool)
         f"page         {fleet.url}  (runs in {fleet.joined}{key})",
         "trainers     the ranks of a node get its directory, and all ranks one name of the run:",
         *(f"  {node:<10} SENTINEL_DIR={shlex.quote(str(path))} SENTINEL_RUN=NAME" for node, path in shown),
-        *(f"{name:<12} {url}  (/metrics, /healthz)" for name, url in workers.items()),
+        *(
+            f"{name:<12} {url}  (/metrics, /healthz{'' if are_reads_open else f'; its token: {name}/tokens.json'})"
+            for name, url in workers.items()
+        ),
         f"credentials  {fleet.credentials}  (ca.pem, and a login of each node, of join, worker and status)",
         f"next         {_status_command(fleet)}",
     ]

@@ -44,8 +44,8 @@ HEARTBEATS_S, MAX_PACE_S = 1.0, 2.0
 long is also the time between what a node says that has nothing else. A join of many nodes asks for more, up to the second:
 a rank of which nothing comes for 5 s may have been stopped, and is not known to hang (`ingest/liveness.py`)."""
 TOLD_S = 8.0
-"""A node that is asked to speak less often says for so long nothing of spools of which nothing but heartbeats comes: what
-nodes say of these is a tenth of the work of a join of thousands. Heartbeats that were lost are sent again so much later."""
+"""A node that is asked to speak less often says for so long nothing of spools of which nothing but heartbeats comes: a join
+of thousands compares each with its copy. Heartbeats that were lost are sent again so much later."""
 ASKED_S = 0.5
 """So long behind an answer that asks for rows the next such is waited for."""
 BUSY_S = 1.0

@@ -17,6 +17,7 @@ RESEND_S = 3.0
 """What was published and is not held is published again after so long, where it is on its way no more: the stream was
 drained, or what was published after it has come."""
 MAX_WAITING = 64
+"""Moments at which the end of a spool is remembered; a bound on memory."""
 MAX_BEATEN_BYTES = 4096
 """Most bytes behind what was published that are looked into."""
 
@@ -63,10 +64,10 @@ class NodeSpool:
     def head(self, now: float) -> SpoolHead:
         """Return what is to be said of it."""
         first, head, waiting = SpoolCursor(self.cursor.folder, self.held or FilePlace()).head()
+        waiting_s = self._waiting_s(head, now)
         if self._is_beaten(head):
             # A rank writes one a second: of one that does nothing else there would always be more than the join has.
             head = self.cursor.place
-        waiting_s = self._waiting_s(head, now)
         witness = _witness(self.cursor.folder)
         return SpoolHead(
             first=first, head=head, sent=self.cursor.place, waiting_bytes=waiting,

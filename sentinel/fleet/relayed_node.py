@@ -208,7 +208,7 @@ class RelayedNode:
 
 
 def _summed(said: SpoolHead, copied: SpoolHead, is_on_the_way: bool) -> SpoolHead:
-    """Return what a node says of a spool, behind which its copy is, as of both."""
+    """Return what a node says of a spool, behind which its copy is, as of both. is_on_the_way: more than heartbeats is."""
     # Heartbeats that are here, and are not passed on yet, are as little waited for as those that the node holds.
     head = said.head if is_on_the_way else copied.head
     return msgspec.structs.replace(

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sentinel.errors import WireError
+from sentinel.fleet.copied_news import CopiedNews
 from sentinel.fleet.copied_pulses import CopiedPulses
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
-from sentinel.ingest.arrivals import Arrived
 from sentinel.join_health import NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
@@ -30,11 +30,8 @@ FORGOTTEN_S = 3600.0
 """A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
 MAX_FOLDER_CHARS = 64
 ACKS_A_SECOND = 512
-"""Of the files that say what is committed so many are looked at a second: of thousands a look at each beat costs a tenth of
-a core. A node frees some seconds later what it need not keep."""
-MAX_NEWS_BYTES, MAX_ARRIVED_BYTES = 16 * 2**20, 16 * 2**10
-"""Most bytes of what was written that are held for the one who reads it, of all spools and of one: a bound on memory, and on
-what he holds of it. Heartbeats and the ends of steps are small; rows are read from the disk."""
+"""Of the files that say what is committed so many are looked at a second: thousands are not looked at with each beat. A node
+frees some seconds later what it need not keep."""
 OWNER = "node"
 """File in the folder of a copy that names the node from which it comes."""
 
@@ -61,6 +58,8 @@ class RunCopies:
         """Bytes of the chunks that wait."""
         self.dropped_at = -math.inf
         """When a chunk was last forgotten for want of room."""
+        self.news = CopiedNews()
+        """What was written to the copies since it was taken."""
         self._run_dir, self._tally = run_dir, tally
         self._name = printable(run_dir.name)
         self._pulses = CopiedPulses(
@@ -81,9 +80,6 @@ class RunCopies:
         """Node -> `number` of its newest beat."""
         self._behind: set[str] = set()
         """Folders of spools that hold more than their copies, or may: their nodes have not spoken yet."""
-        self._news: dict[str, Arrived | None] = {}
-        """Folders of copies to which anything was written since `take_news`, with what that was, if it is held."""
-        self._news_bytes = 0
         self._spoken: set[str] = set()
         """Nodes that have said since the beginning what they hold."""
 
@@ -205,11 +201,6 @@ class RunCopies:
         """Return the folders of spools of which more is known to exist than is here."""
         return frozenset(one for one in self._behind if now - self.heard.get(self._owners[one], -SILENT_S) < SILENT_S)
 
-    def take_news(self) -> dict[str, Arrived | None]:
-        """Return the folders of copies to which anything was written since this was asked last, as `Arrivals.came`."""
-        news, self._news, self._news_bytes = self._news, {}, 0
-        return news
-
     def _compare_heads(self, folder: str) -> None:
         head = self._heads.get(folder)
         if self._owners[folder] not in self._spoken if head is None else self._is_behind(folder, head.head):
@@ -287,23 +278,11 @@ class RunCopies:
             return 0
         if num_new:
             self._tally.note_disk("")
-            self._note_news(chunk.folder, copy.take_arrived())
+            self.news.add(chunk.folder, copy.take_arrived())
         counts["bytes"] += num_new
         counts["repeated"] += copy.num_repeated - repeated
         counts["dropped"] += copy.num_dropped - dropped
         return num_new
-
-    def _note_news(self, folder: str, arrived: Arrived | None) -> None:
-        """Take note of what was written to a copy. Most of it is heartbeats, which need not be read from the disk again."""
-        former, is_new = self._news.get(folder), folder not in self._news
-        if arrived is not None and not is_new:
-            arrived = None if former is None else former.followed_by(arrived)
-        self._news_bytes -= 0 if former is None else former.num_bytes
-        num_bytes = 0 if arrived is None else arrived.num_bytes
-        if num_bytes > MAX_ARRIVED_BYTES or self._news_bytes + num_bytes > MAX_NEWS_BYTES:
-            arrived, num_bytes = None, 0
-        self._news_bytes += num_bytes
-        self._news[folder] = arrived
 
 
 def _is_beyond(head: FilePlace, place: FilePlace) -> bool:

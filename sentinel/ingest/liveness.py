@@ -69,7 +69,7 @@ class LivenessTracker:
         if self._mono is not None:
             self.now += min(max(mono - self._mono, 0.0), MAX_LOOK_S)
         self._mono = mono
-        # What is on its way for a moment says nothing: of a rank that beats there is something at one look in ten.
+        # What is on its way for a moment says nothing of a rank: now and then there is something of each that beats.
         self._behind_since = {one: self._behind_since.get(one, self.now) for one in behind}
         for incarnation, since in self._behind_since.items():
             one = self._progress.get(incarnation)

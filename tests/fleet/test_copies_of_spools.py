@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import ConfigError, WireError
-from sentinel.fleet import copied_runs, run_copies, spool_cursor
+from sentinel.fleet import copied_news, copied_runs, run_copies, spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.intake_tally import REFUSED_S
@@ -643,7 +643,7 @@ def test_a_follower_looks_where_something_came_and_nowhere_else(tmp_path: Path, 
     assert not looked and handed == [names[2]], "what came is in memory still, and is not read again"
     beating.beats(1)
     beating.fleet.settle()
-    monkeypatch.setattr(run_copies, "MAX_NEWS_BYTES", 0)
+    monkeypatch.setattr(copied_news, "MAX_BYTES", 0)
     beating.beats(2, 1)
     beating.fleet.settle()
     assert sorted(beating.read_by(follower)) == [1, 1, 2]

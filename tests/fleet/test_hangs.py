@@ -41,7 +41,7 @@ class BeatingFleet:
         self._spoke = [self.now + rng.random() for _ in self.nodes]
         self._beats_at = [self.now + rng.random() for _ in self.nodes]
         self._looks_at = self.now
-        self.loses_chunks = False
+        self.loses_chunks = self.refuses = False
         self.said: list[Beat] = []
         self.written: dict[int, float] = {}
         """Rank -> when it wrote its newest heartbeat that was not read."""
@@ -77,8 +77,10 @@ class BeatingFleet:
                 self._look()
 
     def _speak(self, number: int, node: NodeRuns) -> None:
-        for one in node.next():
-            if not (self.loses_chunks and isinstance(one, SpoolChunk)):
+        for one in list(node.next()):
+            if self.refuses:
+                node.take_back(one)
+            elif not (self.loses_chunks and isinstance(one, SpoolChunk)):
                 self.copies.take(one)
         if self.now - self._spoke[number] < node.pause_s:
             return
@@ -142,6 +144,18 @@ def test_of_ranks_whose_frames_do_not_come_nothing_is_said(tmp_path: Path) -> No
     assert max(fleet.waiting_s()) <= LONGEST_S
     assert max(fleet.silent_s()) < BACK_S and not fleet.follower.behind
     assert 30 - LONGEST_S - BACK_S < min(fleet.stands_s()) < 90
+
+
+def test_what_no_broker_takes_waits(tmp_path: Path) -> None:
+    fleet = BeatingFleet(tmp_path, 2, HEARTBEATS_S)
+    fleet.hang(10)
+    fleet.refuses = True
+    for seconds in (10, 20, 30, 40):
+        fleet.hang(10)
+        assert seconds - LONGEST_S < min(fleet.waiting_s()) <= max(fleet.waiting_s()) <= seconds + LONGEST_S
+    fleet.refuses = False
+    fleet.hang(10)
+    assert max(fleet.waiting_s()) <= LONGEST_S
 
 
 def test_what_is_not_heartbeats_is_waited_for(tmp_path: Path) -> None:
