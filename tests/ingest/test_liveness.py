@@ -125,6 +125,16 @@ def test_who_is_still_being_read_is_heard(tracked: Tracked) -> None:
     assert tracked.tracker.now - facts[0].received_at >= 19
 
 
+def test_who_is_behind_for_a_moment_now_and_then_stands_still_all_the_same(tracked: Tracked) -> None:
+    tracked.run.report(0, beat())
+    incarnation = tracked.look()[0].incarnation
+    for turn in range(80):
+        if turn % 4 == 0:
+            tracked.run.report(0, beat())
+        found = tracked.look(behind=[incarnation] if turn % 3 else [])[0]
+    assert tracked.tracker.now - found.moved_at > 35
+
+
 def test_only_what_comes_after_all_was_read_is_live(tracked: Tracked) -> None:
     assert not any(one.is_live for one in tracked.look().values())
     tracked.run.report(0, beat())
