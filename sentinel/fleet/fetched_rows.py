@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sentinel.errors import StoreError, WireError
+from sentinel.fleet.digest_book import DigestBook
+from sentinel.fleet.packed_digest import MAX_DIGEST_BYTES, decode_digest
 from sentinel.fleet.sealed import DigestPiece, RowsPiece
-from sentinel.ingest.node_digest import MAX_DIGEST_BYTES, DigestBook, NodeDigest, decode_digest
+from sentinel.ingest.node_digest import NodeDigest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
 from sentinel.wire.frame import MAX_FRAME_BYTES, Buffer, Frame, scan

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from sentinel.fleet.packed_digest import encode_digest
 from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.ingest.model_layout import LayoutCache
-from sentinel.ingest.node_digest import DigestedRank, DigestMaker, encode_digest
+from sentinel.ingest.node_digest import DigestedRank, DigestMaker
 from sentinel.ingest.node_share import machine_of
 from sentinel.ingest.step_parts import RankPartOfStep
 from sentinel.messages import Bye, EndStep

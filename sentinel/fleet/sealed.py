@@ -94,7 +94,7 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
 
 
 class DigestPiece(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
-    """A part of what a machine came to in a step (`ingest.node_digest`): of several the whole is put together."""
+    """A part of what a machine came to in a step (`fleet.packed_digest`): of several the whole is put together."""
 
     version: int
     node: str

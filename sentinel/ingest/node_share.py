@@ -81,6 +81,11 @@ class NodeShare:
         """What merges the rows of a step in C; None without the library."""
         return native.prepare_digest and native.prepare_digest(self.is_left_out, self.is_replicated)
 
+    @cached_property
+    def compared(self) -> npt.NDArray[np.int64]:
+        """The tensors whose copies must be bit-identical, by their numbers here, rising."""
+        return np.unique(self.tensor_of_copy[self.is_replicated[:-1]]).astype(np.int64)
+
     def tables_of(self, rank: int) -> tuple[int, int, int]:
         """Return where a rank's tables of tensors and of copies lie in memory, and how long they are."""
         return self._addresses[rank]

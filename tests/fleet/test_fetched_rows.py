@@ -13,6 +13,7 @@ from sentinel.errors import StoreError, WireError
 from sentinel.fleet import fetched_rows, node_run
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.node_spool import RESEND_S
+from sentinel.fleet.packed_digest import decode_digest
 from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
     DigestPiece,
@@ -26,7 +27,6 @@ from sentinel.fleet.sealed import (
 )
 from sentinel.fleet.spool_cursor import frames_of_rows
 from sentinel.ingest import follow
-from sentinel.ingest.node_digest import decode_digest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import Buffer, Frame, FrameType, scan

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from sentinel.errors import WireError
-from sentinel.ingest import node_digest
+from sentinel.fleet.digest_book import DigestBook
+from sentinel.fleet.packed_digest import decode_digest, encode_digest
 from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
-from sentinel.ingest.node_digest import (
-    LEAST_STEPS,
-    MAX_JUDGED,
-    MOST_OF_NODE,
-    VERSION,
-    DigestBook,
-    DigestedRank,
-    DigestMaker,
-    NodeDigest,
-    PackedDigest,
-    decode_digest,
-    encode_digest,
-)
+from sentinel.ingest.node_digest import DigestedRank, DigestMaker, NodeDigest
 from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
-from sentinel.record import STATS_DTYPE
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
@@ -216,37 +202,6 @@ def test_a_digest_of_other_frames_or_another_layout_is_not_used(tmp_path: Path) 
         assert msgspec.structs.replace(found, **change).sums(view.layout.share_of((0, 1, 2, 3))) is None
 
 
-def as_it_is(found: NodeDigest) -> bytes:
-    """The bytes of a digest whose rows and statistics are not whole."""
-    body = zlib.compress(msgspec.msgpack.encode(found))
-    return msgspec.msgpack.encode(PackedDigest(found.version, found.step, found.of, body))
-
-
-def test_bytes_that_are_no_digest_are_refused(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run")
-    run.write(1)
-    run.end()
-    (view,) = closed_steps(run.directory)
-    source = Elsewhere(run.directory, [view])
-    assert view.decision is not None
-    found = source.digest(0, tuple((one.incarnation, one.last_seq, one.num_rows) for one in view.decision.ranks))
-    assert found is not None
-    data = encode_digest(found)
-    odd = msgspec.structs.replace(found.ranks[0], carried=b"1234")
-    packed = decode_digest(data)
-    for change in ({"step": 1}, {"of": packed.of[1:]}, {"body": packed.body[:-1]}, {"body": packed.body + b"1"}):
-        with pytest.raises(WireError):
-            msgspec.structs.replace(packed, **change).unpack()
-    for wrong in (
-        b"", data[:-1], data + b"1", b"\xc1", encode_digest(msgspec.structs.replace(found, version=99)),
-        encode_digest(msgspec.structs.replace(found, ranks=found.ranks[::-1])),
-        encode_digest(msgspec.structs.replace(found, ranks=())),
-        as_it_is(msgspec.structs.replace(found, ranks=(odd,))), as_it_is(msgspec.structs.replace(found, stats=b"1234")),
-    ):  # fmt: skip
-        with pytest.raises(WireError):
-            decode_digest(wrong).unpack()
-
-
 def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run")
     run.write(1)
@@ -267,79 +222,3 @@ def test_only_whole_frames_of_rows_are_emptied(tmp_path: Path) -> None:
         at += found[1]
     assert {is_rows for kind, is_rows in kinds if kind == FrameType.ROWS} == {True}
     assert not any(is_rows for kind, is_rows in kinds if kind != FrameType.ROWS)
-
-
-def a_digest(step: int, num_tensors: int = 10, seq: int = 0) -> PackedDigest:
-    """A digest of two ranks with the statistics of so many tensors; seq: of the last frames in it."""
-    ranks = tuple(DigestedRank(rank, bytes([rank]) * 16, 0, seq, 3) for rank in range(2))
-    found = NodeDigest(
-        version=VERSION, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_tensors * STATS_DTYPE.itemsize),
-        present=b"", has_rows=b"", marks=b"", has_lone_weight=False,
-    )  # fmt: skip
-    # As it is: the length of what is compressed would depend on the step.
-    return PackedDigest(VERSION, step, found.of, zlib.compress(msgspec.msgpack.encode(found), 0))
-
-
-def test_of_too_many_digests_those_that_are_judged_next_are_kept() -> None:
-    first = 1000
-    digests = [a_digest(first + step) for step in range(1000)]
-    book = DigestBook(max_bytes=100 * digests[0].num_bytes)
-
-    def held() -> list[int]:
-        return [one.step - first for one in digests if one.step in book._of_step]
-
-    for one in digests[:200]:
-        book.add("a", one)
-    assert held() == list(range(100)), "a backlog: the newest, which are judged last, made room"
-    for step in range(50):
-        assert book.find("a", first + step, digests[step].of) == digests[step].unpack()
-        assert book.find("b", first + step, digests[step].of) is None
-    for one in digests[200:240]:
-        book.add("a", one)
-    assert held() == [*range(40, 100), *range(200, 240)], "then those that are judged"
-
-
-def test_of_what_is_judged_less_is_kept_but_the_newest_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    book = DigestBook()
-    for step in range(100):
-        book.add("a", a_digest(step))
-        book.add("b", a_digest(step))
-    monkeypatch.setattr(node_digest, "MAX_JUDGED_BYTES", 10 * a_digest(0).num_bytes)
-    assert book.find("b", 50, a_digest(50).of) is not None
-    assert sorted(book._of_step) == list(range(45, 100))
-    monkeypatch.setattr(node_digest, "MAX_JUDGED_BYTES", 0)
-    assert book.find("a", 90, a_digest(90).of) is not None and book.find("a", 91, a_digest(91).of) is not None
-    assert sorted(book._of_step) == list(range(89, 100))
-
-
-def test_a_few_steps_of_many_nodes_are_kept_whatever_they_take() -> None:
-    book = DigestBook(max_bytes=1)
-    for step in range(2 * LEAST_STEPS):
-        for node in range(50):
-            book.add(f"n{node}", a_digest(step))
-    for step in range(LEAST_STEPS):
-        assert all(book.find(f"n{node}", step, a_digest(step).of) for node in range(50)), step
-
-
-def test_a_node_that_sends_digest_after_digest_of_one_step_keeps_the_newest_of_them() -> None:
-    book = DigestBook(max_bytes=1)
-    for seq in range(3 * MOST_OF_NODE):
-        book.add("liar", a_digest(1, seq=seq))
-    book.add("other", a_digest(1))
-    kept = [seq for seq in range(3 * MOST_OF_NODE) if book.find("liar", 1, a_digest(1, seq=seq).of)]
-    assert kept == list(range(2 * MOST_OF_NODE, 3 * MOST_OF_NODE))
-    assert book.find("other", 1, a_digest(1).of) is not None
-
-
-def test_what_was_judged_long_ago_is_dropped_until_a_restart_goes_back() -> None:
-    book = DigestBook()
-    last = MAX_JUDGED + 500
-    for step in range(last + 1):
-        book.add("a", a_digest(step, 1))
-        book.find("a", step, ())
-    assert sorted(book._of_step)[0] == last - 1 - MAX_JUDGED
-    book.add("a", a_digest(2))
-    assert 2 not in book._of_step
-    book.find("a", 2, ())
-    book.add("a", a_digest(3))
-    assert book.find("a", 3, a_digest(3).of) is not None
