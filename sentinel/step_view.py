@@ -134,8 +134,9 @@ class OwnRows(Protocol):
     rank: npt.NDArray[np.int64]
     """[entries] ranks of one quantity rise."""
 
-    def take(self, view: Any) -> tuple[Moments, npt.NDArray[np.int64]]:
-        """Return what each entry measured in a step, and of how many rows that hold any element: [entries] each."""
+    def values(self, view: Any, statistic: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Return a statistic of what each entry measured in a step, and of how many rows that hold any element: [entries]
+        each. NaN: there is no such row, or one holds what is not finite."""
 
 
 class Layout(Protocol):

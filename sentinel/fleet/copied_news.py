@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sentinel.ingest.arrivals import Arrived
 
-MAX_BYTES, MAX_ARRIVED_BYTES = 16 * 2**20, 16 * 2**10
+MAX_BYTES, MAX_ARRIVED_BYTES = 128 * 2**20, 16 * 2**10
 """Most bytes of what was written that are held for the one who reads it, of all spools and of one: a bound on memory, and on
 what he holds of it. Heartbeats and the ends of steps are small; rows are read from the disk."""
 

@@ -9,24 +9,23 @@ typedef struct {
     int64_t rank;
 } StepPart;
 
-/* Copy the statistics of the rows that a table gives an entry (to_logical >= 0; to_copy is not read), in their order, and
- * their entries, while there is room. Returns how many there are. */
-EXPORT int64_t sentinel_take_rows(const StepPart *parts, int64_t num_parts, Stats *stats, int32_t *entries, int64_t room)
+/* Copy the statistics of the rows that a table gives an entry (to_logical >= 0; to_copy is not read), in their order,
+ * their entries, and how many each part has (counts). There is room for all rows. Returns how many there are. */
+EXPORT int64_t sentinel_take_rows(const StepPart *parts, int64_t num_parts, Stats *stats, int32_t *entries, int64_t *counts)
 {
     int64_t num = 0;
     for (int64_t p = 0; p < num_parts; p++) {
         const StepPart part = parts[p];
+        const int64_t before = num;
         for (int64_t i = 0; i < part.num_rows; i++) {
             const char *row = part.rows + i * part.stride;
             uint32_t id;
             memcpy(&id, row, sizeof id);
             if (id >= part.table_size || part.to_logical[id] < 0) continue;
-            if (num < room) {
-                memcpy(&stats[num], row + offsetof(Row, stats), sizeof *stats);
-                entries[num] = part.to_logical[id];
-            }
-            num++;
+            memcpy(&stats[num], row + offsetof(Row, stats), sizeof *stats);
+            entries[num++] = part.to_logical[id];
         }
+        counts[p] = num - before;
     }
     return num;
 }

@@ -25,7 +25,7 @@ GIL_TENSORS = 4096
 GIL_BYTES = 1_000_000
 """Bytes below which a checksum is computed without releasing the GIL, which takes some 100 us."""
 
-_INTERFACE = 4
+_INTERFACE = 5
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
 
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
@@ -90,7 +90,7 @@ class Library:
                 library.sentinel_judge_plan.restype = i64
                 library.sentinel_digest_rows.argtypes = [pointer, i64, i64, pointer, pointer, i64, i64, pointer, pointer]
                 library.sentinel_digest_rows.restype = i64
-                library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, i64]
+                library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, pointer]
                 library.sentinel_take_rows.restype = i64
                 library.sentinel_group_medians.argtypes = [pointer, pointer, i64, i64, *[pointer] * 5]
                 library.sentinel_group_medians.restype = None
@@ -351,14 +351,16 @@ class Library:
 
         return digest
 
-    def take_rows(self, parts: bytes, num_parts: int, room: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the statistics of the rows that have an entry, [room] STATS, their entries, [room] int32, and how many.
+    def take_rows(self, parts: bytes, num_parts: int, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the statistics of the rows that have an entry, [taken] STATS, their entries, [taken] int32, and how many
+        each part has of them, [num_parts] int64.
 
-        parts: the words of STEP_PART for each rank, whose `to_logical` gives the entry of each tensor id, -1: none. In order
-        of parts and rows; where there are more than `room` the others are only counted. Keeps the GIL.
+        parts: the words of STEP_PART for each rank, whose `to_logical` gives the entry of each tensor id, -1: none.
+        num_rows: of all of them. In order of parts and rows. Keeps the GIL.
         """
-        stats, entries = np.empty(room, STATS), np.empty(room, np.int32)
-        return stats, entries, self._take_rows(parts, num_parts, stats.ctypes.data, entries.ctypes.data, room)
+        stats, entries, counts = np.empty(num_rows, STATS), np.empty(num_rows, np.int32), np.empty(num_parts, np.int64)
+        num = self._take_rows(parts, num_parts, stats.ctypes.data, entries.ctypes.data, counts.ctypes.data)
+        return stats[:num], entries[:num], counts
 
     def group_medians(self, values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known.

@@ -213,10 +213,7 @@ class SkewWatch(RankEpisodes):
         looked = self._looked_at(view.layout)
         if not len(looked.number):
             return _NOTHING
-        moments, num_rows = looked.own.take(view)
-        values = np.array(moments.statistic(self.statistic), dtype=np.float64)
-        stats = moments.stats
-        values[(stats["num_nan"] + stats["num_pos_inf"] + stats["num_neg_inf"]) > 0] = np.nan
+        values, num_rows = looked.own.values(view, self.statistic)
         is_reported = looked.of_several(num_rows > 0)
         if self._per_input:
             values, is_reported = looked.over_inputs(values, is_reported)
