@@ -18,7 +18,7 @@ from sentinel.ingest.row_tables import joined
 from sentinel.messages import Health
 from sentinel.moments import LONE_SHARE, Moments, tails
 from sentinel.place import Place
-from sentinel.record import Kind
+from sentinel.record import ROW_DTYPE, Kind
 from sentinel.step_view import Differing, LogicalTensor, RankStep, Replicas, Scalar
 
 
@@ -76,6 +76,22 @@ class ClosedStep:
     def rows(self) -> npt.NDArray[np.void]:
         """[num_rows] ROW_DTYPE, read only: every rank's rows, ranks in rising order."""
         return joined([part.rows for part in self.parts])
+
+    @cached_property
+    def row_words(self) -> npt.NDArray[np.int64] | None:
+        """[parts, 3] where the rows of each part lie in memory, how many they are, and bytes from one to the next; None: not
+        all are laid out as ROW_DTYPE."""
+        words, former = np.empty((len(self.parts), 3), np.int64), None
+        for at, part in enumerate(self.parts):
+            rows = part.rows
+            if rows is former:
+                # Of ranks that carry the same there is one table.
+                words[at] = words[at - 1]
+                continue
+            if rows.dtype != ROW_DTYPE:
+                return None
+            words[at], former = (rows.ctypes.data, len(rows), rows.strides[0]), rows
+        return words
 
     @cached_property
     def row_rank(self) -> npt.NDArray[np.int32]:
@@ -180,7 +196,11 @@ class ClosedStep:
 
     @cached_property
     def _carried(self) -> ClosedStep:
-        rows = {one.rank: carried_rows(one) for found in self._digests for one in found.ranks}
+        rows, former = dict[int, npt.NDArray[np.void]](), (b"", np.empty(0, ROW_DTYPE))
+        for one in (one for found in self._digests for one in found.ranks):
+            if one.carried is not former[0]:
+                former = one.carried, carried_rows(one)
+            rows[one.rank] = former[1]
         parts = [
             RankStep(
                 rank=part.rank, descriptor=part.descriptor, rows=rows[part.rank], end_step=part.end_step, time=part.time

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from sentinel import native
 from sentinel.ingest.row_tables import holds_any, look_up
 from sentinel.moments import Moments
-from sentinel.record import ROW_DTYPE, STATS_DTYPE
+from sentinel.record import STATS_DTYPE
 
 if TYPE_CHECKING:
     from sentinel.ingest.merge import ClosedStep
@@ -64,54 +63,82 @@ class OwnRowIndex:
         self.rank = rank_of[self._order]
         """[entries] ranks of one quantity rise."""
 
+        self._newest: _Ranks | None = None
+
     def values(self, view: ClosedStep, statistic: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Return a statistic of what each entry measured in a step, and of how many rows that hold any element: [entries]
         each. NaN: there is no such row, or one holds what is not finite."""
         values, num_rows = np.full(len(self.index), np.nan), np.zeros(len(self.index), np.int64)
-        parts = view.carrying(self._kinds).parts
-        for at in range(0, len(parts), BLOCK_RANKS):
-            self._take(parts[at : at + BLOCK_RANKS], statistic, values, num_rows)
+        of = view.carrying(self._kinds)
+        ranks = self._ranks_of(of.parts)
+        for at in range(0, len(of.parts), BLOCK_RANKS):
+            block = slice(at, at + BLOCK_RANKS)
+            nums, begins = ranks.nums[block], ranks.begins[block]
+            offsets = np.cumsum(nums) - nums
+            stats, number, counts = _rows_of(of, ranks, block)
+            found, num_here = _measured(stats, number + np.repeat(offsets, counts), int(nums.sum()), statistic)
+            to = np.repeat(begins - offsets, nums) + np.arange(len(num_here))
+            values[to], num_rows[to] = found, num_here
         return values[self._order], num_rows[self._order]
 
-    def _take(
-        self, parts: Sequence[RankStep], statistic: str, values: npt.NDArray[np.float64], num_rows: npt.NDArray[np.int64]
-    ) -> None:
-        """Find what some ranks measured. values, num_rows: [entries], rank by rank, where it is put."""
-        places = [self._place.get(part.rank, (_NOBODY, 0, 0)) for part in parts]
-        nums = np.array([num for _, _, num in places], np.int64)
-        offsets = np.cumsum(nums) - nums
-        stats, number, counts = self._rows_of(parts, [table for table, _, _ in places])
-        entry = number + np.repeat(offsets, counts)
-        some = holds_any(stats)
-        if some is not None:
-            stats, entry = stats[some], entry[some]
-        num_here = np.bincount(entry, minlength=int(nums.sum()))
-        is_several = bool((num_here > 1).any())
-        moments = Moments.merge_groups(stats, entry, len(num_here)) if is_several else Moments(stats)
-        found = np.array(moments.statistic(statistic), np.float64)
-        found[(moments.stats["num_nan"] + moments.stats["num_pos_inf"] + moments.stats["num_neg_inf"]) > 0] = np.nan
-        if not is_several:
-            found, measured = np.full(len(num_here), np.nan), found
-            found[entry] = measured
-        to = np.repeat(np.array([begin for _, begin, _ in places], np.int64) - offsets, nums) + np.arange(len(num_here))
-        values[to], num_rows[to] = found, num_here
+    def _ranks_of(self, parts: Sequence[RankStep]) -> _Ranks:
+        """Return where the entries of some ranks are; nearly always those of the step before."""
+        ranks = tuple([part.rank for part in parts])
+        if self._newest is None or self._newest.ranks != ranks:
+            places = [self._place.get(rank, (_NOBODY, 0, 0)) for rank in ranks]
+            words = [(table.ctypes.data, 0, len(table), rank) for rank, (table, _, _) in zip(ranks, places, strict=True)]
+            self._newest = _Ranks(
+                ranks, [table for table, _, _ in places], np.array(words, np.int64).reshape(-1, 4),
+                np.array([num for _, _, num in places], np.int64), np.array([begin for _, begin, _ in places], np.int64),
+            )  # fmt: skip
+        return self._newest
 
-    @staticmethod
-    def _rows_of(
-        parts: Sequence[RankStep], tables: Sequence[npt.NDArray[np.int32]]
-    ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the statistics of the rows that are looked at, in their order, which of its rank's quantities each is of,
-        and how many there are of each rank."""
-        if native.take_rows is None or any(part.rows.dtype != ROW_DTYPE for part in parts):
-            numbers = [look_up(table, part.rows["tensor"]) for part, table in zip(parts, tables, strict=True)]
-            every = [part.rows[number >= 0] for part, number in zip(parts, numbers, strict=True)]
-            counts = np.array([len(rows) for rows in every], np.int64)
-            stats = np.empty(int(counts.sum()), STATS_DTYPE)
-            for name in STATS_DTYPE.names or ():
-                stats[name] = np.concatenate([rows[name] for rows in every])
-            return stats, np.concatenate([number[number >= 0] for number in numbers]), counts
-        words: list[int] = []
-        for part, table in zip(parts, tables, strict=True):
-            rows = part.rows
-            words += (rows.ctypes.data, len(rows), rows.strides[0], table.ctypes.data, 0, len(table), part.rank)
-        return native.take_rows(struct.pack(f"{len(words)}q", *words), len(parts), sum(len(part.rows) for part in parts))
+
+class _Ranks(NamedTuple):
+    """Of each of some ranks."""
+
+    ranks: tuple[int, ...]
+    tables: Sequence[npt.NDArray[np.int32]]
+    """Id of a tensor -> which of its rank's quantities it is; -1: none."""
+    words: npt.NDArray[np.int64]
+    """[ranks, 4] of STEP_PART, behind those of the rows."""
+    nums: npt.NDArray[np.int64]
+    """Quantities of each."""
+    begins: npt.NDArray[np.int64]
+    """Where its entries begin, rank by rank."""
+
+
+def _rows_of(
+    view: ClosedStep, ranks: _Ranks, block: slice
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return the statistics of some ranks' rows that are looked at, in their order, which of its rank's quantities each is
+    of, and how many there are of each rank."""
+    if native.take_rows is not None and view.row_words is not None:
+        words = np.concatenate([view.row_words[block], ranks.words[block]], axis=1)
+        return native.take_rows(words.tobytes(), len(words), int(words[:, 1].sum()))
+    every = [part.rows for part in view.parts[block]]
+    numbers = [look_up(table, rows["tensor"]) for rows, table in zip(every, ranks.tables[block], strict=True)]
+    looked_at = [rows[number >= 0] for rows, number in zip(every, numbers, strict=True)]
+    stats = np.empty(sum(map(len, looked_at)), STATS_DTYPE)
+    for name in STATS_DTYPE.names or ():
+        stats[name] = np.concatenate([rows[name] for rows in looked_at])
+    return stats, np.concatenate([number[number >= 0] for number in numbers]), np.array([*map(len, looked_at)], np.int64)
+
+
+def _measured(
+    stats: npt.NDArray[np.void], entry: npt.NDArray[Any], num_entries: int, statistic: str
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return a statistic of each entry's rows, and of how many that hold any element. entry: [rows] which each is of."""
+    some = holds_any(stats)
+    if some is not None:
+        stats, entry = stats[some], entry[some]
+    num_rows = np.bincount(entry, minlength=num_entries)
+    is_several = bool((num_rows > 1).any())
+    moments = Moments.merge_groups(stats, entry, num_entries) if is_several else Moments(stats)
+    values, stats = np.array(moments.statistic(statistic), np.float64), moments.stats
+    values[(stats["num_nan"] + stats["num_pos_inf"] + stats["num_neg_inf"]) > 0] = np.nan
+    if is_several:
+        return values, num_rows
+    found = np.full(num_entries, np.nan)
+    found[entry] = values
+    return found, num_rows
