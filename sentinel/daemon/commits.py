@@ -111,12 +111,17 @@ class StepCommits:
             self._commit.outbox += _outgoing([judgement.proposal])
         if self._num_decisions >= STEPS_PER_COMMIT:
             self.flush(stages)
+            self.keep_due(stages)
 
     def flush(self, stages: RunStages) -> None:
-        """Commit what was added, with a snapshot where one is due."""
+        """Commit what was added: it is told from now on."""
         if self._commit is not None:
-            is_due = self._snapshots.is_due(time.monotonic()) and self._history.has(self._snapshots.seq)
-            self._write(self._commit, stages, with_snapshot=is_due)
+            self._write(self._commit, stages, with_snapshot=False)
+
+    def keep_due(self, stages: RunStages) -> None:
+        """Have a snapshot where one is due, behind what is told: of many ranks it takes a second."""
+        if self._snapshots.is_due(time.monotonic()) and self._history.has(self._snapshots.seq):
+            self.keep(stages)
 
     def keep(self, stages: RunStages) -> None:
         """Have a snapshot of the newest state, whatever is due; none of one that is older than what was judged before."""

@@ -404,9 +404,12 @@ class ServedRun:
                 with stages.measure("commit"):
                     self._commits.flush(self._stages)
                 self._turns.give_way()
+                with stages.measure("commit"):
+                    self._commits.keep_due(self._stages)
         if has_any:
             with stages.measure("commit"):
                 self._commits.flush(self._stages)
+                self._commits.keep_due(self._stages)
             self._meters.take_judged(ended, time.time())
             self._take_stock(newest)
             self._gauges.metrics.judging_s += time.monotonic() - begun - (self._turns.left_s - left_s)

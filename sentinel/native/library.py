@@ -365,7 +365,7 @@ class Library:
     def group_medians(self, values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known.
 
-        values: [members] float64; group: [members] integers, at least 0. Fit for groups of up to some thousand members.
+        values: [members] float64; group: [members] integers, at least 0.
         """
         values, group = np.ascontiguousarray(values, np.float64), np.ascontiguousarray(group, np.int64)
         num, num_groups = len(values), int(group.max(initial=-1)) + 1

@@ -23,7 +23,7 @@ from sentinel.store.run_paths import RunPaths
 from sentinel.testing import Nan, SyntheticRun
 
 from ..support.results import result_bytes
-from ..support.serving import NOW, catch_up, judge_run, served, small_run
+from ..support.serving import NOW, catch_up, judge_run, served, small_run, wait_for_history
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("snapshots_may_take_all_the_time")]
 
@@ -42,6 +42,7 @@ def days(run: SyntheticRun, one: ServedRun, first: int, last: int) -> None:
     """Have 20 steps come each day, and the daemon look at them."""
     for day in range(first, last):
         run.write(20)
+        wait_for_history(one)
         catch_up(one, NOW + day * DAY_S)
         for _ in range(3):
             one.turn(NOW + day * DAY_S)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from sentinel.daemon import run_turns
+from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.run_turns import PlainTurns, SharedTurns
+from sentinel.daemon.serving import ServedRun
+from sentinel.history.config import HistoryConfig
+from sentinel.judge.config import JudgingConfig
+from sentinel.store.run_paths import RunPaths
+from sentinel.testing import Nan
+
+from ..support.serving import catch_up, loaded_packs, small_run
 
 
 def waits_until(turns: SharedTurns, is_so: Callable[[], bool], done: list[str], name: str) -> Callable[[], bool]:
@@ -150,3 +159,34 @@ def test_plain_turns_are_taken_to_their_end() -> None:
     turns.give_way()
     assert turns.finish("a", 0.0)
     turns.abandon("a")
+
+
+@pytest.mark.usefixtures("snapshots_may_take_all_the_time")
+def test_what_was_found_is_told_before_the_state_is_kept(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run").plant(Nan(step=2, module="layers.2"))
+    run.write(4)
+    run.end()
+    seen = list[tuple[int, int, int]]()
+
+    class Noting(PlainTurns):
+        is_share_over = True
+
+        def give_way(self) -> None:
+            journal = one.journal
+            kept = [seq for seq, _ in journal.snapshots()]
+            seen.append((journal.judged, max(kept, default=0), journal.found.num_onsets()))
+
+    paths = RunPaths.of(run.directory)
+    run.directory.chmod(0o700)
+    config = DaemonConfig(judging=JudgingConfig(snapshot_interval_s=0.0), history=HistoryConfig(enabled=False))
+    one = ServedRun(paths, config, loaded_packs(), turns=Noting())
+    try:
+        catch_up(one)
+        newest = max(seq for seq, _ in one.journal.snapshots())
+    finally:
+        one.close()
+
+    assert len(seen) == 4 and seen[-1][2] > 0
+    # Whoever is given way to tells what is committed; the snapshot of a step comes behind that.
+    assert all(judged > kept for judged, kept, _ in seen)
+    assert newest >= seen[-1][0]

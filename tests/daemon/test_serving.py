@@ -37,7 +37,7 @@ from sentinel.testing import LossJump, Nan, SyntheticRun
 from sentinel.wire.spool import read_ack
 
 from ..support.results import decisions, result_bytes
-from ..support.serving import NOW, catch_up, judge_run, loaded_packs, served, small_run
+from ..support.serving import NOW, catch_up, judge_run, loaded_packs, served, small_run, wait_for_history
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("snapshots_may_take_all_the_time")]
 
@@ -518,6 +518,7 @@ def test_old_spool_files_may_go_once_acknowledged(tmp_path: Path) -> None:
     run = served(tmp_path / "run", EVERY_STEP)
     for _ in range(6):
         source.write(10)
+        wait_for_history(run)
         catch_up(run)
     abandon(run)
     for rank in range(source.num_ranks):

@@ -18,5 +18,12 @@ def test_medians_of_groups_are_numpys():
         values[rng.random(num) < 0.1] = np.inf
         for mine, expected in zip(native.group_medians(values, group), medians_in_numpy(values, group), strict=True):
             np.testing.assert_array_equal(mine, expected)
+    # However many they are, and in whatever order.
+    rising = np.arange(3001.0)
+    orders = (rising, rising[::-1], np.abs(rising - 1500), rising % 7, 0 * rising, rng.permutation(rising), -(rising % 2))
+    for values in orders:
+        for group in (np.zeros(3001, np.int64), np.arange(3001) % 3, np.arange(3001) // 1000, np.arange(3001) // 25):
+            for mine, expected in zip(native.group_medians(values, group), medians_in_numpy(values, group), strict=True):
+                np.testing.assert_array_equal(mine, expected)
     with pytest.raises(ValueError, match="at least 0"):
         native.group_medians(np.zeros(2), np.array([0, -1]))

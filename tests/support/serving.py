@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def catch_up(run: ServedRun, now: float = NOW) -> None:
     """Judge what there is."""
     while run.turn(now):
         pass
+
+
+def wait_for_history(run: ServedRun) -> None:
+    """Wait until the history of a run has what its newest snapshot has: until then it takes no other."""
+    until = time.monotonic() + 60.0
+    while not run._history.has(run._snapshots.seq):
+        assert time.monotonic() < until, run._history.problem
+        time.sleep(0.01)
 
 
 def judge_run(
