@@ -17,9 +17,9 @@ The bytes of each step are freed once they are shipped, and so many nodes as fit
 
 The first steps of a run are dearer, for descriptors travel and layouts are built of them, and are printed apart (`warm s`).
 `MiB`: the join's largest size. `B/row`: what of its size at the end, once it has given back what is free, came with the
-run, for a row of a rank, digests of the steps in it. `longest`: a look in which a step is judged, which is how long its
-alarm waits. The last line says what a step costs the join for each node, and at how many nodes a core is full where a step
-is made every `--step-s` seconds.
+run, for a row of a rank, digests of the steps in it. `longest`: from when a look begins that finds all of a step until what
+was found in it is committed, and told. The last line says what a step costs the join for each node, and at how many nodes a
+core is full where a step is made every `--step-s` seconds.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ import numpy as np
 
 from sentinel.daemon.config import DaemonConfig
 from sentinel.daemon.garbage import LATEST_S, Garbage
+from sentinel.daemon.run_turns import PlainTurns
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.copied_runs import IDLE_NODES_A_SECOND, CopiedRuns
 from sentinel.fleet.node_runs import BEAT_S, NodeRuns
@@ -203,6 +204,20 @@ def _free_written(run: SyntheticRun) -> None:
                 raise OSError(ctypes.get_errno(), "fallocate", str(path))
 
 
+class Told(PlainTurns):
+    """Notes when what was found in a step is told: a join lets others go on then, and so do those who send it."""
+
+    is_share_over = True
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        """Processor time, one a step."""
+
+    def give_way(self) -> None:
+        """Note it."""
+        self.at.append(time.process_time())
+
+
 def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
     with said.open("rb") as file, contextlib.suppress(EOFError):
         while True:
@@ -221,8 +236,8 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
     garbage = None if has_collector else Garbage(time.monotonic())
     began = time.process_time()
     run: ServedRun | None = None
-    turns_s, step_turns, num_judged = 0.0, list[float](), 0
-    judged: list[float] = []
+    turns_s, verdicts, num_judged = 0.0, list[float](), 0
+    told = Told()
 
     def turn() -> None:
         """Have the run judge what came since."""
@@ -230,14 +245,13 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
         if run is None and (joined / "run" / "spool").is_dir():
             run = ServedRun(
                 RunPaths.of(joined / "run"), DaemonConfig(), packs, arrivals=lambda: copies.arrivals("run"),
-                rows_from=copies.rows_of("run"), advanced=lambda: judged.append(time.process_time()),
+                rows_from=copies.rows_of("run"), turns=told,
             )  # fmt: skip
-        begun, num_before = time.process_time(), len(judged)
+        begun, num_before = time.process_time(), len(told.at)
         while run is not None and run.turn(time.time()):
             pass
-        turns_s += (took := time.process_time() - begun)
-        if len(judged) > num_before:
-            step_turns.append(took)
+        turns_s += time.process_time() - begun
+        verdicts.extend(at - begun for at in told.at[num_before:])
 
     warm_s = 0.0
     is_steady = False
@@ -250,8 +264,8 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
             continue
         if not data:
             is_steady = True
-            warm_s, began, turns_s, num_judged = time.process_time() - began, time.process_time(), 0.0, len(judged)
-            step_turns.clear()
+            warm_s, began, turns_s, num_judged = time.process_time() - began, time.process_time(), 0.0, len(told.at)
+            verdicts.clear()
             continue
         if is_beat:
             if (answer := copies.take_beat(unseal(data, Beat), is_drained=True)) is not None:
@@ -267,7 +281,7 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
         garbage.turn(time.monotonic() + LATEST_S, is_idle=True)
     found = {
         "intake_s": took - turns_s, "warm_s": warm_s, "judged_s": turns_s,
-        "num_judged": len(judged) - num_judged, "longest_s": max(step_turns), "num_digested": rows.num_steps,
+        "num_judged": len(told.at) - num_judged, "longest_s": max(verdicts), "num_digested": rows.num_steps,
         "num_fetched": rows.num_fetched, "most_bytes": _most_bytes(),
         "run_bytes": _bytes_now() - before,
     }  # fmt: skip
