@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -70,8 +71,8 @@ class FetchedRows:
         self._spool_dir, self._owner, self._is_heard, self._wait = run_dir / "spool", owner, is_heard, wait
         self._book = DigestBook()
         self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
-        self._wanted: dict[AwayFrame, bool] = {}
-        """Frame -> whether it is known to be gone."""
+        self._wanted = defaultdict[str, dict[AwayFrame, bool]](dict)
+        """Node -> frame that it is to send -> whether it is known to be gone."""
         self._lock = threading.Lock()
         self._newest_step = -1
 
@@ -102,14 +103,16 @@ class FetchedRows:
         advanced, num_missing = time.monotonic(), len(missing)
         self.num_fetched += 1
         with self._lock:
-            self._wanted.update(dict.fromkeys(missing, False))
+            for one in missing:
+                self._wanted[self._owner(one.folder)][one] = False
         try:
             while missing:
                 if self.why_ended:
                     raise StoreError(f"{self._spool_dir.parent}: rows of nodes are not to be had: {self.why_ended}")
                 self._wait(LOOK_S)
                 with self._lock:
-                    gone = {one for one in missing if self._wanted.get(one, False)}
+                    gone = {one for of_node in self._wanted.values() for one, is_gone in of_node.items() if is_gone}
+                    gone.intersection_update(missing)
                 gone |= {one for one in missing if not self._is_heard(self._owner(one.folder))}
                 missing = [one for one in missing if not self._read(one, found)]
                 if len(missing) < num_missing:
@@ -127,8 +130,7 @@ class FetchedRows:
                 missing = [one for one in missing if one not in gone]
         finally:
             with self._lock:
-                for one in frames:
-                    self._wanted.pop(one, None)
+                self._wanted.clear()
         return found
 
     def _read(self, one: AwayFrame, found: dict[tuple[bytes, int], Buffer]) -> bool:
@@ -144,8 +146,8 @@ class FetchedRows:
     def wanted(self, node: str) -> tuple[AwayFrame, ...]:
         """Return the frames that a node is to send."""
         with self._lock:
-            wanted = [one for one, is_gone in self._wanted.items() if not is_gone]
-        return tuple(one for one in wanted if self._owner(one.folder) == node)[:MAX_WANTED]
+            wanted = [one for one, is_gone in self._wanted.get(node, {}).items() if not is_gone]
+        return tuple(wanted[:MAX_WANTED])
 
     def take_digest(self, piece: DigestPiece) -> None:
         """Take in a part of a digest. WireError: it is part of none."""
@@ -164,9 +166,10 @@ class FetchedRows:
         """
         if not piece.num_bytes:
             with self._lock:
-                for one in self._wanted:
+                of_node = self._wanted.get(piece.node, {})
+                for one in of_node:
                     if (one.folder, one.file_index, one.offset) == (piece.folder, piece.file_index, piece.offset):
-                        self._wanted[one] = True
+                        of_node[one] = True
             return 0
         if not 0 <= piece.at < piece.at + len(piece.data) <= piece.num_bytes:
             raise WireError(f"node {piece.node}: expected a part of {piece.num_bytes} bytes, got one at {piece.at}")

@@ -211,7 +211,7 @@ class RunCopies:
     def _is_behind(self, folder: str, head: FilePlace) -> bool:
         """Return whether a spool that ends at `head` holds more than its copy, heartbeats that wait here apart."""
         place = self.copies[folder].place
-        if not _is_beyond(head, place):
+        if (head.file == place.file and head.offset <= place.offset) or not _is_beyond(head, place):
             return False
         # A rank beats once a second: if its heartbeats were waited for it would be behind for good, and hang unseen.
         for held in self._held_of.get(folder, ()):
@@ -229,7 +229,9 @@ class RunCopies:
         self._held.append((now, chunk))
         self._held_of[chunk.folder].append(_Held(begin, end, is_whole and are_heartbeats(chunk.data)))
         self.held_bytes += len(chunk.data)
-        self._compare_heads(chunk.folder)
+        if chunk.folder in self._behind:
+            # What waits behind what waited makes nobody behind who was not.
+            self._compare_heads(chunk.folder)
 
     def waits_s(self, now: float) -> float:
         """Return for how long the oldest chunk has waited."""
@@ -248,8 +250,11 @@ class RunCopies:
             _, chunk = self._held.popleft()
             self._held_of[chunk.folder].pop(0)
             self.held_bytes -= len(chunk.data)
-            num_new += self._write(chunk)
-            self._compare_heads(chunk.folder)
+            wrote = self._write(chunk)
+            num_new += wrote
+            if not wrote or chunk.folder in self._behind:
+                # What is written was no reason to be behind, and what was is nearer.
+                self._compare_heads(chunk.folder)
         return num_new
 
     def drop_newest(self, now: float) -> None:

@@ -148,7 +148,9 @@ class SpoolCopy:
                 # The beginning of this frame was here before it was whole, as it is: without its rows it has another header.
                 offset = header
         index, end = last_index(chunk.file), chunk.offset + chunk.num_bytes
-        pieces = [(max(at, offset), data[max(offset - at, 0) :]) for at, data in chunk.pieces() if at + len(data) > offset]
+        pieces = chunk.pieces()
+        if offset != chunk.offset:
+            pieces = [(max(at, offset), data[max(offset - at, 0) :]) for at, data in pieces if at + len(data) > offset]
         fd = self._open(chunk.file)
         try:
             for at, data in pieces:
@@ -167,10 +169,11 @@ class SpoolCopy:
 
     def _open(self, file: str) -> int:
         path, how = f"{self._name}/{file}", os.O_WRONLY | os.O_NOFOLLOW
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return os.open(path, how | os.O_CLOEXEC)
-        make_directory(self.folder)
-        return create_file(Path(path), how)
+        except FileNotFoundError:
+            make_directory(self.folder)
+            return create_file(Path(path), how)
 
     def fill(self, file_index: int, offset: int, frame: bytes) -> bool:
         """Write a frame of rows where they were away; return whether they were. WireError: it is another frame.

@@ -101,6 +101,9 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
 
 
 SMALL_MESSAGE_BYTES = 2 * 2**20
+SHARED_BYTES, MAX_SHARED = 512, 4096
+"""Heartbeats of at most so many bytes are decoded once for all ranks that say the same, and so many are remembered: ranks of
+a job are in the same call, thousands of them each second. A bound on memory: 2 MiB of payloads, and what they decode to."""
 MAX_MESSAGE_BYTES: Mapping[FrameType, int] = {
     FrameType.DESCRIPTOR: 64 * 2**20,
     FrameType.CHANGE: 64 * 2**20,
@@ -108,6 +111,9 @@ MAX_MESSAGE_BYTES: Mapping[FrameType, int] = {
     FrameType.VECTOR: MAX_FRAME_BYTES,
 }
 """Most bytes of a payload; a bound on memory: a descriptor of 100,000 tensors has 20 MB. Others have SMALL_MESSAGE_BYTES."""
+_HEARTBEAT, _DESCRIPTOR = int(FrameType.HEARTBEAT), int(FrameType.DESCRIPTOR)
+# By number: a member of an enumeration is looked up for a microsecond.
+_MAX_MESSAGE_BYTES = {int(kind): most for kind, most in MAX_MESSAGE_BYTES.items()}
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,21 +332,29 @@ def decode_message(frame: Frame) -> Message | None:
 
     WireError when the payload is not what its type promises.
     """
-    decoder = _DECODERS.get(frame.header.type)
+    kind, payload = frame.header.type, frame.payload
+    decoder = _DECODERS.get(kind)
     if decoder is None:
         return None
-    kind = FrameType(frame.header.type)
-    num_bytes, most = memoryview(frame.payload).nbytes, MAX_MESSAGE_BYTES.get(kind, SMALL_MESSAGE_BYTES)
+    num_bytes = memoryview(payload).nbytes
     try:
+        if kind == _HEARTBEAT and num_bytes <= SHARED_BYTES:
+            return _shared_heartbeat(bytes(payload))
+        most = _MAX_MESSAGE_BYTES.get(kind, SMALL_MESSAGE_BYTES)
         if num_bytes > most:
             raise ValueError(f"expected at most {most} bytes, got {num_bytes}")
-        if kind == FrameType.DESCRIPTOR:
-            return decode_descriptor(frame.payload)
-        return shown(decoder.decode(frame.payload))
+        if kind == _DESCRIPTOR:
+            return decode_descriptor(payload)
+        return shown(decoder.decode(payload))
     except RecursionError as error:
-        raise WireError(f"{kind.name.lower()} frame {frame.header.seq}: containers nested too deeply") from error
+        raise WireError(f"{FrameType(kind).name.lower()} frame {frame.header.seq}: containers nested too deeply") from error
     except (msgspec.DecodeError, SentinelError, ValueError, OverflowError, MemoryError) as error:
-        raise WireError(f"{kind.name.lower()} frame {frame.header.seq}: {error}") from error
+        raise WireError(f"{FrameType(kind).name.lower()} frame {frame.header.seq}: {error}") from error
+
+
+@functools.lru_cache(maxsize=MAX_SHARED)
+def _shared_heartbeat(payload: bytes) -> Message:
+    return shown(_DECODERS[_HEARTBEAT].decode(payload))
 
 
 def row_dtype(descriptor: Descriptor) -> np.dtype[np.void]:

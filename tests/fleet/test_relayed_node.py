@@ -194,12 +194,12 @@ def test_rows_that_are_asked_for_before_they_are_copied_are_not_gone(chain: Chai
         for (index, offset), size in copy.away.items()
     ]
     chain.worker = chain.another_worker(2)
-    chain.join.rows_of("run")._wanted.update(dict.fromkeys(wanted, False))
+    chain.join.rows_of("run")._wanted["n0"].update(dict.fromkeys(wanted, False))
     chain.to_join.clear()
     chain.turn(number=16)
     chain.turn(number=16)
 
-    assert wanted and not any(chain.join.rows_of("run")._wanted[one] for one in wanted)
+    assert wanted and not any(chain.join.rows_of("run")._wanted["n0"][one] for one in wanted)
     assert not [key for copy in away.values() for key in copy.away]
 
 
