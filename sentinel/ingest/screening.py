@@ -96,28 +96,28 @@ class Screening:
                 message = decode_message(frame)
             except WireError as error:
                 why = str(error)
-        if isinstance(message, LayoutChange):
-            message = self._changed(incarnation, frame, begin, message)
-        if isinstance(message, Descriptor):
-            why = why_descriptor(message, incarnation.rank)
-        why = why or why_contradicted(frame, message, incarnation.layouts.get(header.layout_id, incarnation.descriptor))
+        if not isinstance(message, Heartbeat):  # as most are
+            if isinstance(message, LayoutChange):
+                message = self._changed(incarnation, frame, begin, message)
+            if isinstance(message, Descriptor):
+                why = why_descriptor(message, incarnation.rank)
+            described = incarnation.layouts.get(header.layout_id, incarnation.descriptor)
+            why = why or why_contradicted(frame, message, described)
         if why:
             return self._refuse(folder, incarnation, frame, begin, why)
-        incarnation.last_wall_ns = max(incarnation.last_wall_ns, header.wall_ns)
-        if isinstance(message, EndStep):
+        if header.wall_ns > incarnation.last_wall_ns:
+            incarnation.last_wall_ns = header.wall_ns
+        if isinstance(message, Heartbeat):
+            incarnation.heartbeat = message
+        elif isinstance(message, EndStep):
             incarnation.last_step = header.step
         elif isinstance(message, Descriptor):
             incarnation.refused.pop(header.layout_id, None)
             incarnation.describe(header.layout_id, message, begin)
-        elif isinstance(message, Heartbeat):
-            incarnation.heartbeat = message
         elif isinstance(message, Bye):
             incarnation.bye = message
-        return [
-            SpoolRecord(
-                incarnation, frame, begin, message, incarnation.layouts.get(header.layout_id), incarnation.last_wall_ns
-            )
-        ]
+        descriptor = incarnation.layouts.get(header.layout_id)
+        return [SpoolRecord(incarnation, frame, begin, message, descriptor, incarnation.last_wall_ns)]
 
     def _describe_again(self, incarnation: Incarnation, frame: Frame, begin: tuple[int, int]) -> None:
         try:
