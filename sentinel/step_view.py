@@ -273,9 +273,15 @@ class StepView(Protocol):
     def differing(self) -> list[Differing]:
         """Copies of a weight, its state or its reduced gradient that should be bit-identical, and are not."""
 
-    @property
-    def clean_inputs(self) -> frozenset[tuple[int, str]]:
-        """(rank, module) whose input gradient was measured by itself in this step, and is finite."""
+    def has_clean_input(self, rank: int, module: str) -> bool:
+        """Return whether a rank measured the gradient of a module's input by itself in this step, and it is finite."""
+
+    def carrying(self, kinds: frozenset[str]) -> StepView:
+        """Return a step that has at least the rows of these kinds and those that hold a non-finite value, and says the same
+        of everything else. Of a large fleet's step the others are on the machines that measured them."""
+
+    def with_bad_rows(self) -> StepView:
+        """Return a step that has at least the rows that hold a non-finite value, and says the same of everything else."""
 
     def checksums(self) -> list[tuple[Replicas, dict[int, int]]]:
         """Return, for each set of copies of which several came with a checksum, rank -> checksum; equal when all is well."""

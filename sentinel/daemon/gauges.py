@@ -129,6 +129,7 @@ class RunGauges:
 
     def _take_bad(self, view: StepView) -> None:
         """Count the non-finite elements of a step."""
+        view = view.with_bad_rows()
         bad = view.bad_rows
         if len(bad):
             bad = bad[view.row_logical[bad] >= 0]

@@ -42,7 +42,7 @@ class RunDigests:
         self.num_rows = 0
         """Rows that are in digests."""
         self.num_loud = 0
-        """Steps of a machine of which none was made: a value is not finite, or copies differ."""
+        """Steps of a machine of which none was made: copies differ."""
         committed = self._committed = dict(committed or {})
         self._follower = RunFollower(
             run_dir, on_problem=_nobody, arrivals=arrivals, first_file=lambda folder: committed.get(folder, (0, 0))[0]

@@ -24,6 +24,8 @@ OVERHEAD_BYTES, OVERHEAD_BYTES_RANK = 1024, 256
 LEVEL = 3
 """Of zstd. Too low: signs and exponents take more; too high: nodes work longer, and nothing gets shorter."""
 _NO_TWIN = -1
+_PLANES = {"stats": STATS_DTYPE.itemsize, "first_ranks": 4, "site_pos": 4}
+"""Field of a digest -> bytes of each entry."""
 
 
 class PackedDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -64,9 +66,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """A digest without what of it repeats."""
 
     digest: NodeDigest
-    """Without rows, and without statistics."""
-    stats: bytes
-    """Its statistics, in planes."""
+    """Without rows, and with its statistics and places in planes."""
     twins: bytes
     """[rows of the first rank that carries any] <i4: which of the statistics a row has as they are; below 0: none."""
     rows: tuple[bytes | None, ...]
@@ -88,23 +88,24 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
             rows.append(_in_planes(carried))
             before = one.carried
         bare = [msgspec.structs.replace(one, carried=b"") for one in found.ranks]
-        digest = msgspec.structs.replace(found, stats=b"", ranks=tuple(bare))
-        return cls(digest, _in_planes(_as_table(found.stats, STATS_DTYPE)), twins.tobytes(), tuple(rows))
+        planes = {name: _in_planes(_as_table(getattr(found, name), size)) for name, size in _PLANES.items()}
+        return cls(msgspec.structs.replace(found, ranks=tuple(bare), **planes), twins.tobytes(), tuple(rows))
 
     def whole(self) -> NodeDigest:
         """Return the digest. ValueError: its parts do not belong together."""
         if len(self.rows) != len(self.digest.ranks):
             raise ValueError(f"expected rows of {len(self.digest.ranks)} ranks, got {len(self.rows)}")
-        stats = _of_planes(self.stats, STATS_DTYPE).tobytes()
+        whole = {name: _of_planes(getattr(self.digest, name), size).tobytes() for name, size in _PLANES.items()}
+        stats = whole["stats"]
         ranks, before, has_begun = list[DigestedRank](), b"", False
         for one, planes in zip(self.digest.ranks, self.rows, strict=True):
             if planes is not None:
-                rows = _of_planes(planes, ROW_DTYPE)
+                rows = _of_planes(planes, ROW_DTYPE.itemsize)
                 if not has_begun:
                     rows, has_begun = _without_twins(rows, np.frombuffer(self.twins, "<i4"), stats), True
                 before = _against(rows, before).tobytes()
             ranks.append(msgspec.structs.replace(one, carried=before))
-        return msgspec.structs.replace(self.digest, stats=stats, ranks=tuple(ranks))
+        return msgspec.structs.replace(self.digest, ranks=tuple(ranks), **whole)
 
 
 _MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, ValueError, zstandard.ZstdError)
@@ -132,12 +133,12 @@ def decode_digest(data: bytes) -> PackedDigest:
     return found
 
 
-def _as_table(data: bytes, dtype: np.dtype[np.void]) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(data, np.uint8).reshape(-1, dtype.itemsize)
+def _as_table(data: bytes, size: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).reshape(-1, size)
 
 
 def _as_rows(data: bytes) -> npt.NDArray[np.uint8]:
-    return _as_table(data, ROW_DTYPE)
+    return _as_table(data, ROW_DTYPE.itemsize)
 
 
 def _in_planes(rows: npt.NDArray[np.uint8]) -> bytes:
@@ -145,9 +146,9 @@ def _in_planes(rows: npt.NDArray[np.uint8]) -> bytes:
     return rows.T.tobytes()
 
 
-def _of_planes(data: bytes, dtype: np.dtype[np.void]) -> npt.NDArray[np.uint8]:
-    """Return the rows of planes, not in the order of memory. ValueError: they are not whole."""
-    return np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1).T
+def _of_planes(data: bytes, size: int) -> npt.NDArray[np.uint8]:
+    """Return the rows of planes, each of so many bytes, not in the order of memory. ValueError: they are not whole."""
+    return np.frombuffer(data, np.uint8).reshape(size, -1).T
 
 
 def _against(rows: npt.NDArray[np.uint8], before: bytes) -> npt.NDArray[np.uint8]:
@@ -168,5 +169,5 @@ def _without_twins(rows: npt.NDArray[np.uint8], twins: npt.NDArray[np.int32], st
     if len(twins) != len(rows) or (twins >= len(stats) // STATS_DTYPE.itemsize).any():
         raise ValueError(f"expected the statistics of {len(rows)} rows among {len(stats)} bytes, got others")
     found, has_twin = rows.copy(), twins >= 0
-    found[has_twin, STATS_OFFSET:] ^= _as_table(stats, STATS_DTYPE)[twins[has_twin]]
+    found[has_twin, STATS_OFFSET:] ^= _as_table(stats, STATS_DTYPE.itemsize)[twins[has_twin]]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -12,9 +12,9 @@ from sentinel.decision import Decision
 from sentinel.ingest.copies import differing
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.model_layout import ModelLayout
-from sentinel.ingest.node_digest import NodeDigest, carried_rows
-from sentinel.ingest.node_share import by_machine
-from sentinel.ingest.row_tables import joined
+from sentinel.ingest.node_digest import DigestedRank, NodeDigest, carried_rows, input_ids
+from sentinel.ingest.node_share import NodeShare, by_machine
+from sentinel.ingest.row_tables import is_bad_row, joined
 from sentinel.messages import Health
 from sentinel.moments import LONE_SHARE, Moments, tails
 from sentinel.place import Place
@@ -43,8 +43,12 @@ class ClosedStep:
         parts: Sequence[RankStep],
         decision: Decision | None = None,
         digests: Sequence[NodeDigest] = (),
+        of: ClosedStep | None = None,
     ) -> None:
-        """digests: those of all machines, in the order of `by_machine`; empty: the rows are looked at."""
+        """digests: those of all machines, in the order of `by_machine`; empty: the rows are looked at.
+
+        of: the step of which this one has some of the rows: what it says of tensors is what that one says.
+        """
         self.run = run
         self.attempt = attempt
         self.step = step
@@ -53,7 +57,8 @@ class ClosedStep:
         self.stride = 1
         """Steps from one recorded step to the next, 10 in a log of every tenth; durations in steps are counted in it."""
         self.parts = sorted(parts, key=_rank)
-        self._digests = tuple(digests)
+        self._digests, self._of = tuple(digests), of
+        self._clean_inputs: dict[int, frozenset[str]] = {}
         self.time = 0.0
         self.is_skipped = False
         self.num_expected = 0
@@ -137,6 +142,8 @@ class ClosedStep:
     @cached_property
     def digest(self) -> Digest:
         """Sums and flags of the rows, found in one pass over them."""
+        if self._of is not None:
+            return self._of.digest
         found = self.layout.formed.form(self, self._sums().of_any())
         if not self.cut_ranks and not self._left_out:
             return found
@@ -174,11 +181,18 @@ class ClosedStep:
         if len(merge.unsplit) or not merge.are_equal([marks for _, marks in made]):
             return None
         present, has_rows = np.zeros(len(self.tensors), np.bool_), np.zeros(layout.num_copies, np.bool_)
+        is_bad = np.zeros(len(self.tensors), np.bool_)
         for share, one in zip(shares, sums, strict=True):
             present[share.tensor_of[one.present]] = True
+            is_bad[share.tensor_of[one.is_bad]] = True
             has_rows[share.copy_of[one.has_rows]] = True
         stats, none = merge.merge([one.stats for one in sums]), np.empty(0, np.int64)
-        return Digest(stats, present, np.zeros(len(present), np.bool_), none, none, has_rows)
+        return Digest(stats, present, is_bad, none, none, has_rows)
+
+    def _shares(self) -> Iterator[tuple[NodeShare, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]]]:
+        """Yield what each machine holds, and `NodeDigest.sites`."""
+        for found in self._digests:
+            yield self.layout.share_of(tuple(one.rank for one in found.ranks)), found.sites
 
     @property
     def is_of_digests(self) -> bool:
@@ -190,9 +204,38 @@ class ClosedStep:
 
         That is this one, unless its rows are away and digests carry those.
         """
+        if self._of is not None:
+            return self._of.carrying(kinds)
         if self._shipped is None or not all(kinds.issubset(one.kinds) for one in self._digests):
             return self
         return self._carried
+
+    def with_bad_rows(self) -> ClosedStep:
+        """Return a step that has at least the rows that hold a non-finite value, and says the same of everything else."""
+        if self._of is not None:
+            return self._of.with_bad_rows()
+        return self if self._shipped is None else self._bad
+
+    @cached_property
+    def _bad(self) -> ClosedStep:
+        ranks = (one for found in self._digests if found.has_bad_rows for one in found.ranks)
+        carried = {one.rank: carried_rows(one) for one in ranks}
+        return self._with_rows({rank: rows[is_bad_row(rows)] for rank, rows in carried.items()})
+
+    def _with_rows(self, rows: Mapping[int, npt.NDArray[np.void]]) -> ClosedStep:
+        """Return this step with these rows of its ranks, and no others."""
+        none = np.empty(0, ROW_DTYPE)
+        parts = [
+            RankStep(
+                rank=part.rank, descriptor=part.descriptor, rows=rows.get(part.rank, none), end_step=part.end_step,
+                time=part.time, health=part.health, incarnation=part.incarnation, ended_mono_s=part.ended_mono_s,
+            )
+            for part in self.parts
+        ]  # fmt: skip
+        return ClosedStep(
+            run=self.run, attempt=self.attempt, step=self.step, layout=self.layout, parts=parts, decision=self.decision,
+            of=self,
+        )  # fmt: skip
 
     @cached_property
     def _carried(self) -> ClosedStep:
@@ -201,13 +244,7 @@ class ClosedStep:
             if one.carried is not former[0]:
                 former = one.carried, carried_rows(one)
             rows[one.rank] = former[1]
-        parts = [
-            RankStep(
-                rank=part.rank, descriptor=part.descriptor, rows=rows[part.rank], end_step=part.end_step, time=part.time
-            )
-            for part in self.parts
-        ]  # fmt: skip
-        return ClosedStep(run=self.run, attempt=self.attempt, step=self.step, layout=self.layout, parts=parts)
+        return self._with_rows(rows)
 
     @cached_property
     def lone_weights(self) -> npt.NDArray[np.int64]:
@@ -264,10 +301,14 @@ class ClosedStep:
         """[num_tensors] whether any row of the tensor holds a non-finite value."""
         return self.digest.is_bad
 
-    @property
+    @cached_property
     def bad_rows(self) -> npt.NDArray[np.int64]:
         """Indices of rows that hold a non-finite value."""
-        return self.digest.bad_rows
+        if self._of is None and self._shipped is None:
+            return self.digest.bad_rows
+        if self._of is None and not any(one.has_bad_rows for one in self._digests):
+            return np.empty(0, np.int64)
+        return np.flatnonzero(is_bad_row(self.rows))
 
     @cached_property
     def is_whole(self) -> npt.NDArray[np.bool_]:
@@ -290,7 +331,16 @@ class ClosedStep:
         A rank counts its sites anew when monitoring goes on or off, and the descriptor may still tell the former count;
         places of two counts do not compare.
         """
+        if self._of is not None:
+            return self._of.site_pos
         found = np.array([tensor.site_pos for tensor in self.tensors], np.int64)
+        if self._shipped is not None:
+            lowest = np.full(len(found), np.iinfo(np.int32).max, np.int32)
+            for share, (first_ranks, site_pos) in self._shares():
+                at = share.tensor_of
+                is_first = (first_ranks >= 0) & (first_ranks < lowest[at])
+                lowest[at[is_first]], found[at[is_first]] = first_ranks[is_first], site_pos[is_first]
+            return found
         known = self.row_logical >= 0
         # Ranks rise along the rows: written backwards, the lowest is the last to be written.
         found[self.row_logical[known][::-1]] = self.rows["site_pos"][known][::-1]
@@ -301,18 +351,46 @@ class ClosedStep:
         """[num_tensors] the derived statistics."""
         return Moments(self.stats)
 
-    @cached_property
-    def clean_inputs(self) -> frozenset[tuple[int, str]]:
-        """(rank, module) whose input gradient was measured by itself in this step, and is finite.
+    def has_clean_input(self, rank: int, module: str) -> bool:
+        """Return whether a rank measured the gradient of a module's input by itself in this step, and it is finite.
 
         A module whose input is another's output has no such row: that gradient was measured once, under the other's name.
         """
-        own = np.flatnonzero((self.rows["kind"] == Kind.DGRAD_IN) & (self.row_logical >= 0))
-        bad = np.intersect1d(own, self.bad_rows)
-        seen, spoilt = (
-            {(int(self.row_rank[at]), self.tensors[self.row_logical[at]].name) for at in rows} for rows in (own, bad)
-        )
-        return frozenset(seen - spoilt)
+        if self._of is not None:
+            return self._of.has_clean_input(rank, module)
+        found = self._clean_inputs.get(rank)
+        if found is None:
+            found = self._clean_inputs[rank] = self._names(self._inputs_of(rank)) - self._names(self._bad_inputs_of(rank))
+        return module in found
+
+    def _inputs_of(self, rank: int) -> npt.NDArray[np.int32]:
+        """Return the indices of the tensors, gradients of a module's input, of which a rank has a row; -1: unknown ones."""
+        if self._shipped is None:
+            rows = self._rows_of(rank)
+            return self.layout.logical_of(rank, rows["tensor"][rows["kind"] == Kind.DGRAD_IN])
+        one = self._digested.get(rank)
+        ids = np.empty(0, np.uint32) if one is None else input_ids(one).astype(np.uint32)
+        return self.layout.logical_of(rank, ids)
+
+    def _bad_inputs_of(self, rank: int) -> npt.NDArray[np.int32]:
+        rows = self.with_bad_rows()._rows_of(rank)
+        rows = rows[(rows["kind"] == Kind.DGRAD_IN) & is_bad_row(rows)]
+        return self.layout.logical_of(rank, rows["tensor"])
+
+    def _rows_of(self, rank: int) -> npt.NDArray[np.void]:
+        part = self._part_of.get(rank)
+        return np.empty(0, ROW_DTYPE) if part is None else part.rows
+
+    @cached_property
+    def _part_of(self) -> dict[int, RankStep]:
+        return {part.rank: part for part in self.parts}
+
+    @cached_property
+    def _digested(self) -> dict[int, DigestedRank]:
+        return {one.rank: one for found in self._digests for one in found.ranks}
+
+    def _names(self, logical: npt.NDArray[np.int32]) -> frozenset[str]:
+        return frozenset(self.tensors[at].name for at in logical.tolist() if at >= 0)
 
     @cached_property
     def scalars(self) -> dict[str, Scalar]:

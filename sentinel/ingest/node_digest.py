@@ -1,8 +1,9 @@
 """NodeDigest: what the ranks of one machine come to in a step, made there and used here in place of their rows.
 
-It stands for the rows of a step in which they are not looked at one by one: where a value is not finite, or copies on the
-machine differ, there is none, and where a judge looks at single rows of a kind that is not carried, it asks for all of them.
-Whoever uses it comes to the same bits as whoever has the rows.
+It stands for the rows of a step in which they are not looked at one by one. Rows that hold a non-finite value are in it: in
+that very step nobody may wait for those of all machines. Where copies on the machine differ there is none, and where a judge
+looks at other single rows of a kind that is not carried, it asks for all of them. Whoever uses it comes to the same bits as
+whoever has the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from sentinel import native
 from sentinel.errors import WireError
-from sentinel.ingest.digest import digest
+from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.node_share import NodeShare, NodeSums, no_sums
 from sentinel.messages import Descriptor
 from sentinel.moments import LONE_SHARE, tails
@@ -25,6 +26,8 @@ from sentinel.step_view import RankStep
 VERSION = 4
 MAX_DESCRIPTORS = 1024
 """Descriptors of which it is remembered what is carried; a bound on memory."""
+MAX_INPUT_ID = 2**24
+"""Ids of tensors beyond it are no rank's: those that a descriptor may have are fewer."""
 
 
 class DigestedRank(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +41,8 @@ class DigestedRank(msgspec.Struct, frozen=True, array_like=True):
     num_rows: int
     carried: bytes = b""
     """Rows of ROW_DTYPE, in their order."""
+    inputs: bytes = b""
+    """[ids] bits: of which tensors, gradients of a module's input, there is a row."""
 
 
 class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +67,15 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     has_lone_weight: bool
     """Of some weight one element is nearly all."""
     kinds: tuple[str, ...] = ()
-    """Kinds of which all rows are carried."""
+    """Kinds of which all rows are carried, beside those that hold a non-finite value."""
+    is_bad: bytes = b""
+    """[num_tensors] bits: whether any row holds a non-finite value."""
+    has_bad_rows: bool = False
+    """Whether any row does, of whatever tensor."""
+    first_ranks: bytes = b""
+    """[num_tensors] <i4: the lowest rank that has a row; -1: none."""
+    site_pos: bytes = b""
+    """[num_tensors] <u4: `ROW_DTYPE.site_pos` of that rank's first row; 0: there is none."""
 
     @property
     def of(self) -> tuple[tuple[bytes, int, int], ...]:
@@ -75,11 +88,15 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
         if self.share != share.key or self.is_native != (native.prepare_digest is not None):
             return None
         present, has_rows = _bits(self.present, num_tensors), _bits(self.has_rows, num_copies)
+        is_bad = _bits(self.is_bad, num_tensors)
         marked = share.compared
         num_held = 0 if present is None else int(np.count_nonzero(present))
         if (
             present is None
             or has_rows is None
+            or is_bad is None
+            or len(self.first_ranks) != 4 * num_tensors
+            or len(self.site_pos) != 4 * num_tensors
             or len(self.stats) != num_held * STATS_DTYPE.itemsize
             or len(self.marks) != 8 * len(marked)
         ):
@@ -90,7 +107,12 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
             stats[present] = held
         marks = np.zeros(num_tensors, np.uint64)
         marks[marked] = np.frombuffer(self.marks, np.uint64)
-        return NodeSums(stats, present, has_rows), marks
+        return NodeSums(stats, present, has_rows, is_bad), marks
+
+    @property
+    def sites(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
+        """The lowest rank that has a row, and where its site is: [num_tensors of the share] each, once `sums` were made."""
+        return np.frombuffer(self.first_ranks, "<i4"), np.frombuffer(self.site_pos, "<u4")
 
 
 class DigestMaker:
@@ -110,22 +132,29 @@ class DigestMaker:
         ranks: which frames those are.
         """
         found = digest(parts, share)
-        if len(found.bad_rows) or len(found.odd_copies):
+        if len(found.odd_copies):
             return None
         sums = share.sums(parts, found)
-        carried = [part.rows[self._carries(part)].tobytes() for part in parts]
+        ends = np.cumsum([len(part.rows) for part in parts])
+        bad = [rows - begin for rows, begin in zip(np.split(found.bad_rows, _cuts(found, ends)), [0, *ends], strict=False)]
+        carried = [part.rows[self._carries(part, rows)].tobytes() for part, rows in zip(parts, bad, strict=True)]
+        first_ranks, site_pos = _sites(share, parts)
         weights = (part.rows[part.rows["kind"] == Kind.PARAM] for part in parts)
         return NodeDigest(
             version=VERSION, step=step, is_native=native.prepare_digest is not None, share=share.key,
-            ranks=tuple(msgspec.structs.replace(one, carried=rows) for one, rows in zip(ranks, carried, strict=True)),
+            ranks=tuple(
+                msgspec.structs.replace(one, carried=rows, inputs=_inputs(part))
+                for one, rows, part in zip(ranks, carried, parts, strict=True)
+            ),
             stats=sums.stats[sums.present].tobytes(), present=np.packbits(sums.present).tobytes(),
             has_rows=np.packbits(sums.has_rows).tobytes(), marks=share.marks(parts)[share.compared].tobytes(),
             has_lone_weight=any(bool((tails(rows) >= LONE_SHARE).any()) for rows in weights),
-            kinds=tuple(sorted(self.kinds)),
+            kinds=tuple(sorted(self.kinds)), is_bad=np.packbits(found.is_bad).tobytes(),
+            has_bad_rows=bool(len(found.bad_rows)), first_ranks=first_ranks.tobytes(), site_pos=site_pos.tobytes(),
         )  # fmt: skip
 
-    def _carries(self, part: RankStep) -> npt.NDArray[np.bool_]:
-        """Return which rows of a rank are carried: [rows]."""
+    def _carries(self, part: RankStep, bad: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which rows of a rank are carried: [rows]. bad: which hold a non-finite value."""
         descriptor = part.descriptor
         known = self._wanted.get(id(descriptor))
         if known is None:
@@ -139,6 +168,7 @@ class DigestMaker:
         ids, found = part.rows["tensor"], np.zeros(len(part.rows), np.bool_)
         is_known = ids < len(known[1])
         found[is_known] = known[1][ids[is_known]]
+        found[bad] = True
         return found
 
 
@@ -148,6 +178,37 @@ def carried_rows(one: DigestedRank) -> npt.NDArray[np.void]:
         return np.frombuffer(one.carried, ROW_DTYPE)
     except ValueError as error:
         raise WireError(f"digest of rank {one.rank}: expected rows of {ROW_DTYPE.itemsize} bytes, got {error}") from error
+
+
+def input_ids(one: DigestedRank) -> npt.NDArray[np.int64]:
+    """Return the ids of the tensors, gradients of a module's input, of which a rank has a row."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(one.inputs, np.uint8)))
+
+
+def _inputs(part: RankStep) -> bytes:
+    """Return `DigestedRank.inputs` of a rank's rows."""
+    ids = part.rows["tensor"][part.rows["kind"] == Kind.DGRAD_IN]
+    known = ids[ids < MAX_INPUT_ID]
+    has_row = np.zeros(int(known.max()) + 1 if len(known) else 0, np.bool_)
+    has_row[known] = True
+    return np.packbits(has_row).tobytes()
+
+
+def _sites(share: NodeShare, parts: Sequence[RankStep]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
+    """Return of each tensor of a share the lowest rank that has a row, -1: none, and the place of that row's site."""
+    first_ranks, site_pos = np.full(len(share.tensor_of), -1, "<i4"), np.zeros(len(share.tensor_of), "<u4")
+    for part in reversed(parts):
+        logical = share.logical_of(part.rank, part.rows["tensor"])
+        known = logical >= 0
+        # Written backwards: the first row of the lowest rank is the last to be written.
+        logical = logical[known][::-1]
+        first_ranks[logical], site_pos[logical] = part.rank, part.rows["site_pos"][known][::-1]
+    return first_ranks, site_pos
+
+
+def _cuts(found: Digest, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where the bad rows of one rank end. ends: [ranks] where its rows do."""
+    return np.searchsorted(found.bad_rows, ends[:-1])
 
 
 def _bits(data: bytes, num: int) -> npt.NDArray[np.bool_] | None:

@@ -38,6 +38,8 @@ class NodeSums(NamedTuple):
     """[num_tensors of the share] whether there is a row that counts."""
     has_rows: npt.NDArray[np.bool_]
     """[num_copies of the share] whether there is any row of the shard: of what the sums are made."""
+    is_bad: npt.NDArray[np.bool_]
+    """[num_tensors of the share] whether any row holds a non-finite value."""
 
 
 class NodeShare:
@@ -101,7 +103,7 @@ class NodeShare:
     def sums(self, parts: Sequence[RankStep], found: Digest | None = None) -> NodeSums:
         """Return what the rows of its ranks come to. parts: of these ranks, rising. found: their digest, if it is known."""
         found = found or digest(parts, self)
-        return NodeSums(found.stats, found.present, found.has_rows)
+        return NodeSums(found.stats, found.present, found.has_rows, found.is_bad)
 
     def marks(self, parts: Sequence[RankStep]) -> npt.NDArray[np.uint64]:
         """Return a number for the checksums of each tensor's copied shards, [num_tensors]: machines that hold the same bits

@@ -48,6 +48,11 @@ def holds_any(stats: npt.NDArray[np.void]) -> npt.NDArray[np.bool_] | None:
     return np.asarray((count | stats["num_nan"] | stats["num_pos_inf"] | stats["num_neg_inf"]) != 0)
 
 
+def is_bad_row(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Return which rows hold a non-finite value: [rows]."""
+    return np.asarray((rows["num_nan"] | rows["num_pos_inf"] | rows["num_neg_inf"]) != 0)
+
+
 def look_up(table: npt.NDArray[np.int32] | None, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
     """Return what a table has for each id; -1 for ids that it does not have, or where there is no table."""
     found = np.full(len(ids), -1, np.int32)

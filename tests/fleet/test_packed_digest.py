@@ -23,7 +23,8 @@ def a_digest(stats: bytes, carried: list[bytes]) -> NodeDigest:
     ranks = tuple(DigestedRank(2 * at, bytes([at]) * 16, 7, 30 + at, 5, rows) for at, rows in enumerate(carried))
     return NodeDigest(
         version=VERSION, step=3, is_native=True, share=b"s" * 16, ranks=ranks, stats=stats, present=b"\xff",
-        has_rows=b"\xf0", marks=b"12345678", has_lone_weight=True, kinds=("activation",),
+        has_rows=b"\xf0", marks=b"12345678", has_lone_weight=True, kinds=("activation",), is_bad=b"\x01",
+        has_bad_rows=True, first_ranks=bytes(range(16)), site_pos=bytes(range(16, 0, -1)),
     )  # fmt: skip
 
 
@@ -86,16 +87,17 @@ WRONG: dict[str, Callable[[PackedDigest], bytes]] = {
         zstandard.decompress(packed.body)
     ),
     "too long": lambda packed: zstandard.compress(bytes(MAX_DIGEST_BYTES + 1)),
-    "statistics are not whole": _body_with(_set(1, b"1234")),
-    "rows are not whole": _body_with(_set(3, [b"1234", None])),
-    "rows of too few ranks": _body_with(_set(3, [None])),
-    "rows of too many ranks": _body_with(_set(3, [None] * 3)),
-    "twins of too few rows": _body_with(_set(2, b"")),
-    "twins that are not there": _body_with(_set(2, b"\xff\xff\xff\x7f" * 3)),
-    "half a twin": _body_with(_set(2, b"12345")),
+    "statistics are not whole": _body_with(lambda body: body[0].__setitem__(5, b"1234")),
+    "places are not whole": _body_with(lambda body: body[0].__setitem__(-1, b"12345")),
+    "rows are not whole": _body_with(_set(2, [b"1234", None])),
+    "rows of too few ranks": _body_with(_set(2, [None])),
+    "rows of too many ranks": _body_with(_set(2, [None] * 3)),
+    "twins of too few rows": _body_with(_set(1, b"")),
+    "twins that are not there": _body_with(_set(1, b"\xff\xff\xff\x7f" * 3)),
+    "half a twin": _body_with(_set(1, b"12345")),
     "another step": _body_with(lambda body: body[0].__setitem__(1, 4)),
     "other ranks": _body_with(lambda body: body[0][4].reverse()),
-    "no ranks": _body_with(lambda body: (body[0].__setitem__(4, []), body.__setitem__(3, []))),
+    "no ranks": _body_with(lambda body: (body[0].__setitem__(4, []), body.__setitem__(2, []))),
 }
 
 

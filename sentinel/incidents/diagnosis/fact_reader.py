@@ -108,7 +108,7 @@ class FactReader:
             divergences=tuple(_divergence(view, one) for one in _first(view, differing)),
             upstream=self._upstream(anomalies, first_bad),
             first_bad=first_bad,
-            makers=self._makers.read(view, anomalies, first_bad),
+            makers=self._makers.read(view.carrying(_OF_FORWARD), anomalies, first_bad),
             num_gradients=self._num_finite_gradients(view),
             results={
                 name: one.mean
@@ -131,8 +131,7 @@ class FactReader:
         )
 
     def _num_finite_gradients(self, view: StepView) -> int:
-        bad = view.bad_rows
-        if len(bad) and (view.rows["kind"][bad] == Kind.WGRAD).any():
+        if (self._is_gradient & view.is_bad).any():
             return 0
         return int(np.count_nonzero(self._is_gradient & view.present))
 
@@ -179,6 +178,7 @@ class FactReader:
 
     def _outliers(self, view: StepView, onsets: Sequence[Anomaly]) -> dict[str, Outlier]:
         names = {one.tag_name for one in onsets if one.kind == "activation" and not is_nonfinite(one)}
+        view = view.carrying(_OF_FORWARD) if names else view
         found: dict[str, Outlier] = {}
         for index in self._places(view, "activation", names)[:MAX_ORIGINS] if names else ():
             tensor = view.tensors[index]
@@ -220,6 +220,7 @@ class FactReader:
 
     def _apart(self, view: StepView) -> dict[int, ReplicaDeviation]:
         """Return, for each replica, its first output that is not like the others'."""
+        view = view.carrying(_OF_FORWARD)
         at = np.flatnonzero((view.rows["kind"] == Kind.ACTIVATION) & (view.row_logical >= 0))
         at = at[self._is_forward[view.row_logical[at]]]
         found: dict[int, ReplicaDeviation] = {}
@@ -265,7 +266,7 @@ class FactReader:
         return {int(lane): int(bad[order[at]]) for lane, at in pairs}
 
     def _bad(self, view: StepView) -> tuple[FirstBad, ...]:
-        found = []
+        found, view = [], view.with_bad_rows()
         for lane, at in self._first_bad(view).items():
             row, tensor = view.rows[at], view.tensors[int(view.row_logical[at])]
             num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
@@ -291,6 +292,7 @@ class FactReader:
 
     def _past(self, view: StepView, depth: int, position: int, lane: int) -> Upstream:
         """Hold what a replica measured in forward before a place against the other replicas'."""
+        view = view.carrying(_OF_FORWARD)
         rows = view.rows
         is_earlier = (self._depth < depth) | ((self._depth == depth) & (view.site_pos < position))
         before = self._is_forward & is_earlier

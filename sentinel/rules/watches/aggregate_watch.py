@@ -80,11 +80,8 @@ class Merged:
             # Without a shard the statistic is that of another tensor: neither judged nor learned.
             self.is_here = self.is_here & (known.groups.count(~view.is_whole) == 0)
         self._is_bad = np.zeros(len(self.groups), np.bool_)
-        if len(view.bad_rows):
-            bad = np.zeros(len(view.tensors), np.bool_)
-            logical = view.row_logical[view.bad_rows]
-            bad[logical[logical >= 0]] = True
-            self._is_bad = known.groups.count(bad) > 0
+        if view.is_bad.any():
+            self._is_bad = known.groups.count(view.is_bad) > 0
 
     @property
     def blind(self) -> str:

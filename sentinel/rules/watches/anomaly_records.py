@@ -51,7 +51,7 @@ def _consumers(view: StepView, tensor: LogicalTensor, rank: int | None) -> tuple
     """
     if rank is None or tensor.kind not in _BACKWARD or not tensor.consumers:
         return tensor.consumers
-    left = tuple(name for name in tensor.consumers if (rank, name) not in view.clean_inputs)
+    left = tuple(name for name in tensor.consumers if not view.has_clean_input(rank, name))
     # Of an input gradient its own module is left to be suspected; of an output's nobody would be.
     return left if left or tensor.kind == "dgrad_in" else tensor.consumers
 

@@ -56,6 +56,9 @@ class RowWatch(Watch):
 
     def judge(self, view: StepView, plan: WatchPlan) -> list[Anomaly]:
         """Return the records of one step."""
+        self.num_points += view.num_rows
+        if self.counts_only:
+            view = view.with_bad_rows()
         bad = self._bad_rows(view, plan)
         if bad.size and self.rule.match.rank:
             bad = bad[np.isin(view.row_rank[bad], self.rule.match.rank)]
@@ -108,7 +111,6 @@ class RowWatch(Watch):
 
     def _bad_rows(self, view: StepView, plan: WatchPlan) -> np.ndarray:
         if self.counts_only:
-            self.num_points += view.num_rows
             bad: np.ndarray = view.bad_rows
         else:
             if not view.num_rows:
@@ -116,7 +118,6 @@ class RowWatch(Watch):
             rows = np.arange(view.num_rows)
             values = raw_statistic(view.rows, self.statistic)
             scores = self.detector.score(values, {})
-            self.num_points += len(values)
             bad = rows[scores.score >= 1.0]
         if bad.size:
             logical = view.row_logical[bad]

@@ -24,10 +24,9 @@ class StepColumns:
         """Return the statistic, NaN for tensors with any non-finite element: what is left of them is no sample."""
         if statistic not in self._clean:
             values = np.asarray(self._view.moments.statistic(statistic), dtype=np.float64)
-            if len(self._view.bad_rows):
+            if self._view.is_bad.any():
                 values = values.copy()
-                bad = self._view.row_logical[self._view.bad_rows]
-                values[bad[bad >= 0]] = np.nan
+                values[self._view.is_bad] = np.nan
             scale = missing_scale(self._view) if statistic == "norm" else None
             if scale is not None:
                 values = values * scale

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from sentinel.anomaly import Anomaly, Severity
-from sentinel.record import Kind
 from sentinel.rules.watches.healthy_gradients import GRADIENTS
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ def _explained(view: StepView, one: Anomaly) -> str:
 
 
 def _has_finite_gradients(view: StepView) -> bool:
-    is_gradient = view.rows["kind"] == Kind.WGRAD
-    return bool(is_gradient.any()) and not is_gradient[view.bad_rows].any()
+    is_gradient = np.array([tensor.kind == "wgrad" for tensor in view.tensors], np.bool_)
+    return bool((is_gradient & view.present).any()) and not (is_gradient & view.is_bad).any()
 
 
 def _is_loss_zero(view: StepView) -> bool:
