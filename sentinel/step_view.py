@@ -7,7 +7,7 @@ only: rules and exports share one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -279,6 +279,10 @@ class StepView(Protocol):
     def carrying(self, kinds: frozenset[str]) -> StepView:
         """Return a step that has at least the rows of these kinds and those that hold a non-finite value, and says the same
         of everything else. Of a large fleet's step the others are on the machines that measured them."""
+
+    def with_rows_of(self, tensors: Collection[int]) -> StepView:
+        """Return a step that has at least the rows of these tensors, by their indices, each one's in their order; and says
+        the same of everything else. What is away of them is asked for at once."""
 
     def with_bad_rows(self) -> StepView:
         """Return a step that has at least the rows that hold a non-finite value, and says the same of everything else."""

@@ -159,7 +159,8 @@ class CopiedRuns:
             if run is None:
                 return
             copy = run.copies[piece.folder]
-            if piece.num_bytes and copy.away.get((piece.file_index, piece.offset)) != piece.num_bytes:
+            is_whole = not piece.tensors
+            if is_whole and piece.num_bytes and copy.away.get((piece.file_index, piece.offset)) != piece.num_bytes:
                 self.counts["repeated"] += 1
                 return
             try:

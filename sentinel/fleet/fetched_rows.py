@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from sentinel.fleet.sealed import DigestPiece, RowsPiece
 from sentinel.ingest.node_digest import NodeDigest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
-from sentinel.wire.frame import MAX_FRAME_BYTES, Buffer, Frame, scan
+from sentinel.wire.frame import HEADER_BYTES, MAX_FRAME_BYTES, Buffer, Frame, scan
 from sentinel.wire.spool_files import file_name, read_window
 
 log = logging.getLogger("sentinel.fleet")
@@ -24,8 +25,8 @@ log = logging.getLogger("sentinel.fleet")
 LOOK_S = 0.02
 STALLED_S = 60.0
 """Nodes that speak, and send none of the rows that they are asked for, are waited for so long."""
-MAX_WANTED = 2048
-"""Most frames that one answer asks for: the others come with the next."""
+MAX_WANTED, MAX_WANTED_BYTES = 2048, 128 * 2**10
+"""Most frames that one answer asks for, and most bytes of ids of tensors: the others come with the next."""
 MAX_BEGUN = 8
 """Digests and frames of one node of which parts are here; past it the oldest are dropped, and rows asked for again."""
 
@@ -73,6 +74,8 @@ class FetchedRows:
         self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
         self._wanted = defaultdict[str, dict[AwayFrame, bool]](dict)
         """Node -> frame that it is to send -> whether it is known to be gone."""
+        self._some: dict[AwayFrame, bytes] = {}
+        """What came of frames of which some rows are wanted."""
         self._lock = threading.Lock()
         self._newest_step = -1
 
@@ -94,7 +97,9 @@ class FetchedRows:
         return found
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
-        """Return (process, number of the frame) -> payload. Waits for nodes that speak; StoreError: this join is at its end.
+        """Return (process, number of the frame) -> payload, or the wanted rows of it. Waits for nodes that speak.
+
+        StoreError: this join is at its end.
 
         What a node has no more is left out, and what is wanted of one that is silent, or sends nothing for `STALLED_S`.
         """
@@ -131,14 +136,18 @@ class FetchedRows:
         finally:
             with self._lock:
                 self._wanted.clear()
+                self._some.clear()
         return found
 
     def _read(self, one: AwayFrame, found: dict[tuple[bytes, int], Buffer]) -> bool:
+        if one in self._some:
+            found[one.incarnation, one.seq] = self._some[one]
+            return True
         window = read_window(self._spool_dir / one.folder / file_name(one.file_index), one.offset, one.num_bytes)
         frame = None if window is None else scan(window[0])
         if not isinstance(frame, Frame) or frame.num_bytes_away or frame.header.seq != one.seq:
             return False
-        found[one.incarnation, one.seq] = frame.payload
+        found[one.incarnation, one.seq] = frame.payload if window is None or not one.tensors else one.select(window[0])
         return True
 
     # For the thread of the join.
@@ -146,8 +155,10 @@ class FetchedRows:
     def wanted(self, node: str) -> tuple[AwayFrame, ...]:
         """Return the frames that a node is to send."""
         with self._lock:
-            wanted = [one for one, is_gone in self._wanted.get(node, {}).items() if not is_gone]
-        return tuple(wanted[:MAX_WANTED])
+            wanted = [one for one, is_gone in self._wanted.get(node, {}).items() if not is_gone and one not in self._some]
+        sizes = itertools.accumulate(len(one.tensors) for one in wanted)
+        fits = [one for one, size in zip(wanted[:MAX_WANTED], sizes, strict=False) if size <= MAX_WANTED_BYTES]
+        return tuple(fits or wanted[:1])
 
     def take_digest(self, piece: DigestPiece) -> None:
         """Take in a part of a digest. WireError: it is part of none."""
@@ -168,9 +179,11 @@ class FetchedRows:
             with self._lock:
                 of_node = self._wanted.get(piece.node, {})
                 for one in of_node:
-                    if (one.folder, one.file_index, one.offset) == (piece.folder, piece.file_index, piece.offset):
+                    if _is_of(one, piece):
                         of_node[one] = True
             return 0
+        if piece.tensors:
+            return self._take_some(piece)
         if not 0 <= piece.at < piece.at + len(piece.data) <= piece.num_bytes:
             raise WireError(f"node {piece.node}: expected a part of {piece.num_bytes} bytes, got one at {piece.at}")
         key = ("rows", piece.folder, piece.file_index, piece.offset)
@@ -179,6 +192,22 @@ class FetchedRows:
             return 0
         del self._begun[piece.node][key]
         return piece.num_bytes if fill(piece.file_index, piece.offset, begun.whole()) else 0
+
+    def _take_some(self, piece: RowsPiece) -> int:
+        """Take in a part of the rows that are wanted of a frame; returns the bytes of them once all are there."""
+        size = piece.num_bytes - HEADER_BYTES
+        if not 0 <= piece.at <= piece.at + len(piece.data) <= size:
+            raise WireError(f"node {piece.node}: expected a part of {size} bytes of rows, got one at {piece.at}")
+        key = ("some", piece.folder, piece.file_index, piece.offset, piece.tensors)
+        begun = self._part_of(piece.node, key, piece.at, piece.data, min(size, MAX_FRAME_BYTES))
+        if begun.num_bytes < size:
+            return 0
+        del self._begun[piece.node][key]
+        with self._lock:
+            for one in self._wanted.get(piece.node, {}):
+                if _is_of(one, piece):
+                    self._some[one] = begun.whole()
+        return size
 
     def _part_of(self, node: str, key: tuple[object, ...], at: int, data: bytes, most: int) -> _Begun:
         of_node = self._begun.setdefault(node, {})
@@ -190,3 +219,8 @@ class FetchedRows:
         while len(of_node) > MAX_BEGUN:
             del of_node[next(iter(of_node))]
         return begun
+
+
+def _is_of(one: AwayFrame, piece: RowsPiece) -> bool:
+    asked, said = (one.folder, one.file_index, one.offset), (piece.folder, piece.file_index, piece.offset)
+    return asked == said and one.tensors == piece.tensors

@@ -23,7 +23,7 @@ from sentinel.fleet.sealed import (
 from sentinel.fleet.spool_cursor import frames_of_rows, last_index, size_of, without_payloads
 from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.step_parts import AwayFrame
-from sentinel.wire.frame import MAX_FRAME_BYTES
+from sentinel.wire.frame import HEADER_BYTES, MAX_FRAME_BYTES
 from sentinel.wire.spool_files import file_name, read_name, read_window
 
 CHUNK_BYTES = MAX_MESSAGE_BYTES - ROOM_BYTES
@@ -136,11 +136,15 @@ class NodeRun:
             if not data and self._arrivals is not None and _is_behind(spool.cursor.head()[1], frame):
                 sent_at[frame] = now - RESEND_S  # Not here yet.
                 continue
+            size = len(data)
+            if data and frame.tensors:
+                data = frame.select(data)
+                size = HEADER_BYTES + len(data)
             num_bytes += len(data)
             for at in range(0, max(len(data), 1), CHUNK_BYTES):
                 yield RowsPiece(
                     version=THIN_VERSION, node=self._node, run=self.name, folder=frame.folder, file_index=frame.file_index,
-                    offset=frame.offset, num_bytes=len(data), at=at, data=data[at : at + CHUNK_BYTES],
+                    offset=frame.offset, num_bytes=size, at=at, data=data[at : at + CHUNK_BYTES], tensors=frame.tensors,
                 )  # fmt: skip
 
     def chunk(self, folder: str) -> SpoolChunk | None:

@@ -119,12 +119,14 @@ class RowsPiece(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
     offset: int
     """Of the frame in its file."""
     num_bytes: int
-    """Of the whole frame; 0: it is there no more."""
+    """Of the whole frame, or of HEADER_BYTES and the rows that are wanted of it; 0: it is there no more."""
     at: int
-    """Of the data in the frame."""
+    """Of the data in the frame, or in those rows."""
     data: bytes
     epoch: int = 0
     """Of the lease of the worker that passes it on; 0: the node itself says it."""
+    tensors: bytes = b""
+    """`AwayFrame.tensors`: of which alone rows are wanted; empty: it is the whole frame."""
 
 
 class SpoolHead(msgspec.Struct, frozen=True, array_like=True):

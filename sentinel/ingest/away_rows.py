@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +24,9 @@ class RowSource(Protocol):
         """
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
-        """Return (process, number of the frame) -> payload. Waits; frames that cannot be had any more are not in it."""
+        """Return (process, number of the frame) -> payload, or what of it is wanted. Waits; what cannot be had any more is
+        not in it.
+        """
 
 
 class AwayParts:
@@ -46,6 +48,27 @@ class AwayParts:
         if self._fetched is None:
             self._fetched = self._source.fetch(self._frames)
         return {seq: payload for (process, seq), payload in self._fetched.items() if process == incarnation}
+
+    def some(
+        self, parts: Iterable[AwayRankStep], tensors: Mapping[int, npt.NDArray[np.uint32]]
+    ) -> dict[int, npt.NDArray[np.void]]:
+        """Return rank -> its rows of some tensors, in their order: [rows] ROW_DTYPE. tensors: rank -> ids, rising."""
+        wanted = [one for one in parts if one.rank in tensors]
+        frames = [
+            frame
+            for one in wanted
+            if not one.rows_seen
+            for frame in one.part.some_away_until(one.last_seq, one.descriptor, tensors[one.rank])
+        ]
+        payloads: dict[bytes, dict[int, Buffer]] = {}
+        for (process, seq), payload in (self._source.fetch(frames) if frames else {}).items():
+            payloads.setdefault(process, {})[seq] = payload
+        found = {}
+        for one in wanted:
+            fetched = payloads.get(one.incarnation, {})
+            rows = one.rows if one.rows_seen else one.part.rows_until(one.last_seq, one.descriptor, fetched)
+            found[one.rank] = rows[np.isin(rows["tensor"], tensors[one.rank])]
+        return found
 
 
 def away_part(of: RankStep, part: RankPartOfStep, last_seq: int, away: AwayParts) -> AwayRankStep:

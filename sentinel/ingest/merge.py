@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from sentinel.decision import Decision
+from sentinel.ingest.away_rows import AwayRankStep
 from sentinel.ingest.copies import differing
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.model_layout import ModelLayout
@@ -59,6 +60,8 @@ class ClosedStep:
         self.parts = sorted(parts, key=_rank)
         self._digests, self._of = tuple(digests), of
         self._clean_inputs: dict[int, frozenset[str]] = {}
+        self._some: tuple[frozenset[int], dict[int, npt.NDArray[np.void]], ClosedStep] | None = None
+        """Tensors, the rows of them by rank, and the step that has those."""
         self.time = 0.0
         self.is_skipped = False
         self.num_expected = 0
@@ -209,6 +212,46 @@ class ClosedStep:
         if self._shipped is None or not all(kinds.issubset(one.kinds) for one in self._digests):
             return self
         return self._carried
+
+    def with_rows_of(self, tensors: Collection[int]) -> ClosedStep:
+        """Return a step that has at least the rows of these tensors, by their indices, each one's in their order; and says
+        the same of everything else. What is away of them is asked for at once.
+        """
+        if self._of is not None:
+            return self._of.with_rows_of(tensors)
+        if self._shipped is None:
+            return self
+        had, rows, step = self._some or (frozenset[int](), dict[int, npt.NDArray[np.void]](), self)
+        lacking = frozenset(tensors) - had
+        if not lacking:
+            return step
+        kinds = frozenset.intersection(*(frozenset(one.kinds) for one in self._digests))
+        carried = {at for at in lacking if self.tensors[at].kind in kinds}
+        for some in (carried, lacking - carried):
+            for rank, more in self._rows_of_some(some, is_carried=some is carried).items() if some else ():
+                rows[rank] = np.concatenate([rows[rank], more]) if rank in rows else more
+        self._some = (had | lacking, rows, step := self._with_rows(rows))
+        return step
+
+    def _rows_of_some(self, tensors: Collection[int], *, is_carried: bool) -> dict[int, npt.NDArray[np.void]]:
+        """Return rank -> its rows of some tensors. is_carried: digests have them; others are asked for."""
+        is_wanted = np.zeros(len(self.tensors) + 1, np.bool_)
+        is_wanted[list(tensors)] = True
+        ids: dict[int, npt.NDArray[np.uint32]] = {}
+        known: dict[int, npt.NDArray[np.uint32]] = {}
+        for part in self.parts:
+            table = self.layout.table_of(part.rank)
+            if id(table) not in known:
+                known[id(table)] = np.flatnonzero(is_wanted[table]).astype(np.uint32)
+            if len(known[id(table)]):
+                ids[part.rank] = known[id(table)]
+        if is_carried:
+            rows = {rank: carried_rows(self._digested[rank]) for rank in ids}
+            return {rank: own[np.isin(own["tensor"], ids[rank])] for rank, own in rows.items()}
+        away = [part for part in self.parts if isinstance(part, AwayRankStep)]
+        here = {part.rank: part.rows for part in self.parts if not isinstance(part, AwayRankStep) and part.rank in ids}
+        found = {rank: own[np.isin(own["tensor"], ids[rank])] for rank, own in here.items()}
+        return {**found, **(away[0].away.some(away, ids) if away else {})}
 
     def with_bad_rows(self) -> ClosedStep:
         """Return a step that has at least the rows that hold a non-finite value, and says the same of everything else."""

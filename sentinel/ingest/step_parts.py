@@ -15,11 +15,12 @@ from sentinel.errors import WireError
 from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.messages import Descriptor, EndStep
 from sentinel.record import ROW_DTYPE
-from sentinel.wire.frame import HEADER_BYTES, Buffer, row_dtype
+from sentinel.wire.frame import HEADER_BYTES, Buffer, Frame, FrameType, row_dtype, scan
 
 
 class AwayFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A frame of rows whose payload this copy of a spool has not got: where the whole frame lies in the spool itself."""
+    """A frame of rows whose payload this copy of a spool has not got: where the whole frame lies in the spool itself, and
+    which of its rows are wanted."""
 
     folder: str
     file_index: int
@@ -27,6 +28,24 @@ class AwayFrame(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     incarnation: bytes
     seq: int
+    tensors: bytes = b""
+    """[ids] <u4: the rows of these are wanted, and no others; empty: all are."""
+    row_bytes: int = 0
+    """Where not all are: bytes of a row, and where in it the id of its tensor lies."""
+    id_at: int = 0
+
+    def select(self, frame: Buffer) -> bytes:
+        """Return the wanted rows of the whole frame, as they are in it; nothing where it is none, or another."""
+        found = scan(frame)
+        if not isinstance(found, Frame) or found.num_bytes_away or found.header.type != FrameType.ROWS:
+            return b""
+        try:
+            rows = np.frombuffer(found.payload, np.uint8).reshape(-1, self.row_bytes)
+            ids = np.ascontiguousarray(rows[:, self.id_at : self.id_at + 4]).view("<u4").reshape(-1)
+            wanted = np.frombuffer(self.tensors, "<u4")
+        except (ValueError, ZeroDivisionError):
+            return b""
+        return rows[np.isin(ids, wanted)].tobytes()
 
 
 @dataclasses.dataclass(slots=True)
@@ -113,6 +132,23 @@ class RankPartOfStep:
     def num_rows_until(self, last_seq: int) -> int:
         """Return the number of rows of its frames up to last_seq, here or away."""
         return self.num_rows if last_seq >= self.last_seq else sum(count for seq, count, _ in self.rows if seq <= last_seq)
+
+    def some_away_until(self, last_seq: int, descriptor: Descriptor, tensors: npt.NDArray[np.uint32]) -> list[AwayFrame]:
+        """Return the frames up to last_seq whose rows are away, of which those of some tensors are wanted.
+
+        descriptor: of frames whose own was lost. tensors: ids, rising.
+        """
+        ids, found = tensors.astype("<u4").tobytes(), []
+        described = {seq: record.descriptor or descriptor for seq, _, record in self.rows}
+        for one in self.away_until(last_seq):
+            try:
+                theirs = row_dtype(described[one.seq])
+            except WireError:
+                continue
+            if theirs.fields is not None and "tensor" in theirs.fields:
+                id_at = int(theirs.fields["tensor"][1])
+                found.append(msgspec.structs.replace(one, tensors=ids, row_bytes=theirs.itemsize, id_at=id_at))
+        return found
 
     def away_until(self, last_seq: int) -> list[AwayFrame]:
         """Return the frames up to last_seq whose rows are away."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from sentinel.errors import StoreError, WireError
@@ -28,6 +29,7 @@ from sentinel.fleet.sealed import (
 from sentinel.fleet.spool_cursor import frames_of_rows
 from sentinel.ingest import follow
 from sentinel.ingest.step_parts import AwayFrame
+from sentinel.record import ROW_DTYPE
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import Buffer, Frame, FrameType, scan
 from sentinel.wire.spool import write_ack
@@ -85,10 +87,14 @@ class ThinFleet(Fleet):
                 found.append(msgspec.structs.replace(one, incarnation=frame.header.incarnation, seq=frame.header.seq))
         return found
 
-    def fetched(self, until: Callable[[], None]) -> Mapping[tuple[bytes, int], Buffer]:
-        """Have all rows fetched, as the thread that judges does, while something else happens again and again."""
+    def fetched(
+        self, until: Callable[[], None], frames: Sequence[AwayFrame] | None = None
+    ) -> Mapping[tuple[bytes, int], Buffer]:
+        """Have all rows fetched, or those of some frames, as the thread that judges does, while something else happens again
+        and again."""
         found: list[Mapping[tuple[bytes, int], Buffer]] = []
-        thread = threading.Thread(target=lambda: found.append(self.copies.rows_of("run").fetch(self.frames())))
+        wanted = self.frames() if frames is None else frames
+        thread = threading.Thread(target=lambda: found.append(self.copies.rows_of("run").fetch(wanted)))
         thread.start()
         wait_for(lambda: until() or not thread.is_alive())
         return found[0]
@@ -113,6 +119,72 @@ def test_rows_that_are_asked_for_come_and_stay(thin: ThinFleet) -> None:
     assert not thin.missing() and not thin.problems
     # What is here is not asked for again.
     assert thin.fetched(lambda: None).keys() == found.keys() and not thin.copies.rows_of("run").wanted("n0")
+
+
+def selected(thin: ThinFleet, some: list[AwayFrame]) -> dict[tuple[bytes, int], bytes]:
+    """Return what of these frames is wanted, as their machine has it."""
+    found = {}
+    for one in some:
+        data = (thin.run.directory / "spool" / one.folder / file_name(one.file_index)).read_bytes()
+        found[one.incarnation, one.seq] = one.select(data[one.offset : one.offset + one.num_bytes])
+    return found
+
+
+def of_tensors(thin: ThinFleet, *ids: int) -> list[AwayFrame]:
+    """Return all frames of rows, of which the rows of these tensors are wanted."""
+    tensors = b"".join(one.to_bytes(4, "little") for one in ids)
+    return [msgspec.structs.replace(one, tensors=tensors, row_bytes=ROW_DTYPE.itemsize) for one in thin.frames()]
+
+
+def test_some_rows_are_asked_for_alone(thin: ThinFleet) -> None:
+    thin.published.clear()
+    some = of_tensors(thin, 1, 3)
+    found = thin.fetched(thin.turn, some)
+    expected = selected(thin, some)
+    assert {key: bytes(payload) for key, payload in found.items()} == expected
+    rows = np.frombuffer(b"".join(expected.values()), ROW_DTYPE)
+    assert set(rows["tensor"].tolist()) == {1, 3} and len(rows) >= 2 * len(expected)
+    pieces = [one for one in thin.published if isinstance(one, RowsPiece)]
+    assert sum(len(one.data) for one in pieces) == rows.nbytes
+    # They are not kept: their frames lack their rows as before, and can be had whole.
+    assert thin.missing() and not thin.problems and not thin.copies.rows_of("run").wanted("n0")
+    assert thin.fetched(thin.turn).keys() == found.keys() and not thin.missing()
+    # What is here whole is asked of nobody.
+    thin.published.clear()
+    assert {key: bytes(payload) for key, payload in thin.fetched(lambda: None, some).items()} == expected
+
+
+def test_of_tensors_without_rows_nothing_comes_and_nobody_waits(thin: ThinFleet) -> None:
+    found = thin.fetched(thin.turn, of_tensors(thin, 10**6))
+    assert len(found) == len(thin.frames()) and set(found.values()) == {b""}
+    assert thin.copies.rows_of("run").num_gone == 0
+
+
+def test_some_rows_that_are_too_many_for_a_message_come_in_parts(thin: ThinFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_run, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(fetched_rows, "MAX_WANTED_BYTES", 24)
+    some = of_tensors(thin, 0, 1, 2)
+    found = thin.fetched(thin.turn, some)
+    assert {key: bytes(payload) for key, payload in found.items()} == selected(thin, some)
+
+
+@pytest.mark.parametrize(
+    "change", [{"row_bytes": 7}, {"row_bytes": 0}, {"id_at": 10**6}, {"id_at": -3}, {"tensors": b"123"}]
+)
+def test_what_selects_no_rows_is_survived(thin: ThinFleet, change: dict[str, object]) -> None:
+    some = [msgspec.structs.replace(one, **change) for one in of_tensors(thin, 1)]
+    assert set(thin.fetched(thin.turn, some).values()) == {b""}
+
+
+def test_a_part_of_some_rows_that_lies_beyond_them_is_refused(thin: ThinFleet) -> None:
+    one = of_tensors(thin, 1)[0]
+    rows = thin.copies.rows_of("run")
+    rows._wanted["n0"][one] = False
+    for size, at, data in ((96 + 8, 4, b"12345"), (95, 0, b""), (96 + 8, -1, b"1")):
+        piece = RowsPiece(2, "n0", "run", one.folder, one.file_index, one.offset, size, at, data, tensors=one.tensors)
+        with pytest.raises(WireError, match="expected a part"):
+            rows.take_rows(piece, lambda *_: False)
+    assert rows.wanted("n0") == (one,)
 
 
 def test_of_a_backlog_no_step_ends_at_the_join_before_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
+from sentinel.step_view import StepView
 from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
 from sentinel.wire import spool_reader
 from sentinel.wire.frame import HEADER_BYTES, Buffer, Frame, FrameType, peek, scan, without_rows
@@ -47,7 +48,10 @@ class Elsewhere(RowSource):
     def __init__(self, run_dir: Path, steps: Sequence[ClosedStep]) -> None:
         self.run_dir = run_dir
         self.asked: set[int] = set()
-        """Steps whose rows were asked for."""
+        """Steps of which all rows were asked for."""
+        self.asked_some: dict[int, int] = {}
+        """Step -> times that some of its rows were asked for."""
+        self.num_some_bytes = 0
         self._book, self.num_bytes = DigestBook(), 0
         maker = DigestMaker(KINDS)
         for view in steps:
@@ -71,12 +75,20 @@ class Elsewhere(RowSource):
 
     def fetch(self, frames: Sequence[AwayFrame]) -> Mapping[tuple[bytes, int], Buffer]:
         found: dict[tuple[bytes, int], Buffer] = {}
+        steps = set[int]()
         for one in frames:
             data = (self.run_dir / "spool" / one.folder / file_name(one.file_index)).read_bytes()
             frame = scan(data[one.offset : one.offset + one.num_bytes])
             assert isinstance(frame, Frame) and frame.header.seq == one.seq
-            self.asked.add(frame.header.step)
             found[one.incarnation, one.seq] = frame.payload
+            if one.tensors:
+                rows = found[one.incarnation, one.seq] = one.select(data[one.offset : one.offset + one.num_bytes])
+                steps.add(frame.header.step)
+                self.num_some_bytes += len(rows)
+            else:
+                self.asked.add(frame.header.step)
+        for step in steps:
+            self.asked_some[step] = self.asked_some.get(step, 0) + 1
         return found
 
 
@@ -184,10 +196,38 @@ def test_steps_are_judged_of_digests_as_of_rows(tmp_path: Path, layout: str) -> 
         assert str(bad.scalars) == str(one.scalars) and bad.is_skipped == one.is_skipped and bad.health == one.health
     assert by_digests.snapshot() == by_rows.snapshot()
     assert "non-finite" in found and ("rank-skew-layers" in found or not layout.startswith("dp4"))
-    # A NaN, a loss that jumps, and ranks that differ, are told of digests; what else a step is asked for is few.
-    assert not source.asked & {9, 13, *range(36, 40)} and len(source.asked) < 4, source.asked
+    # A NaN, a loss that jumps, and ranks that differ, are told of digests; of others the rows of some tensors are asked for.
+    assert not source.asked and not source.asked_some.keys() & {9, 13, *range(36, 40)}
+    assert all(times == 1 for times in source.asked_some.values()) and len(source.asked_some) < 6, source.asked_some
     # What was asked for, or is asked for now, is what it would have been.
     assert [seen(one) for one in made] == [seen(one) for one in whole]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rows_of_some_tensors_are_asked_for_alone_and_once(tmp_path: Path, layout: str) -> None:
+    run = small_run(tmp_path / "run", elements=64, **LAYOUTS[layout])
+    run.write(3)
+    run.end()
+    (_, whole, _), (_, made, _), source = of_digests(run, tmp_path / "there" / "run")
+    is_grad = [one.index for one in whole.tensors if one.kind == "dgrad"]
+    is_weight = [one.index for one in whole.tensors if one.kind == "param"]
+    is_carried = [one.index for one in whole.tensors if one.kind == "activation"]
+    assert is_grad and is_weight and is_carried
+
+    def of(view: StepView, at: int) -> list[tuple[bytes, int]]:
+        places = (view.row_logical == at).nonzero()[0].tolist()
+        return [(view.rows[one].tobytes(), int(view.row_rank[one])) for one in places]
+
+    every = whole.rows.nbytes
+    for wanted, times in ((is_carried, 0), ([*is_grad[:2], *is_carried[:1]], 1), (is_grad[:1], 1), (is_weight[-1:], 2)):
+        some = made.with_rows_of(wanted)
+        assert [of(some, at) for at in wanted] == [of(whole, at) for at in wanted] and all(of(some, at) for at in wanted)
+        assert source.asked_some.get(1, 0) == times and not source.asked
+        assert some.with_rows_of(wanted) is some and some.site_pos.tolist() == whole.site_pos.tolist()
+    assert 0 < source.num_some_bytes < every // 3
+    assert whole.with_rows_of(is_grad) is whole
+    assert [of(made.with_rows_of(is_grad[:2]), at) for at in is_grad[:2]] == [of(whole, at) for at in is_grad[:2]]
+    assert made.rows.tobytes() == whole.rows.tobytes() and source.asked == {1}
 
 
 def test_a_digest_of_other_frames_or_another_layout_is_not_used(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def moved_ranks(
 
 
 def moved_holders(
-    view: StepView, tensor: LogicalTensor, rows: np.ndarray, statistic: str, value: float, baseline: float
+    view: StepView, rows: np.ndarray, tensor: LogicalTensor, statistic: str, value: float, baseline: float
 ) -> tuple[int, ...]:
     """Return the ranks whose own rows of a merged tensor moved with it; empty for what all of them share.
 

@@ -91,7 +91,10 @@ class LayoutPlan:
         found: list[Anomaly] = []
         stats, present, is_bad = view.stats, view.present, view.is_bad
         hits = compiled.judge(stats, present, is_bad, missing_scale(view))
-        of_watch = iter(_of_each(hits, len(compiled.watches)) if len(hits) else ())
+        several = _of_each(hits, len(compiled.watches)) if len(hits) else ()
+        for its, its_hits in zip(compiled.plans, several, strict=False):
+            rows.expect(its.index[its_hits["entry"]].tolist())
+        of_watch = iter(several)
         for watch, its, num_points in zip(compiled.watches, compiled.plans, compiled.num_points, strict=True):
             watch.num_points += num_points
             its_hits = next(of_watch, NO_HITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,25 +33,32 @@ class RowLookup:
     """Looks up the row of a tensor, when a step has anomalies; made at most once a step."""
 
     def __init__(self, view: StepView) -> None:
-        self._view = view
-        self._order: np.ndarray | None = None
+        self._whole = view
+        self._view: StepView | None = None
+        """What has the rows that were looked up."""
+        self._likely: set[int] = set()
+
+    def expect(self, tensors: Iterable[int]) -> None:
+        """Say whose rows may be looked up in this step: they are asked for together, if any is."""
+        self._likely.update(tensors)
 
     def single(self, index: int) -> np.void | None:
         """Return the only row of logical tensor `index`, None where there are several or none."""
-        at = self.of(index)
+        view, at = self.of(index)
         if len(at) != 1:
             return None
-        row: np.void = self._view.rows[at[0]]
+        row: np.void = view.rows[at[0]]
         return row
 
-    def of(self, index: int) -> np.ndarray:
-        """Return the places of the rows of logical tensor `index`."""
-        logical = self._view.row_logical
-        if self._order is None:
-            self._order = np.argsort(logical, kind="stable")
-            self._sorted = logical[self._order]
+    def of(self, index: int) -> tuple[StepView, np.ndarray]:
+        """Return the step with the rows of logical tensor `index`, and their places in it."""
+        view = self._whole.with_rows_of({index, *self._likely})
+        if view is not self._view:
+            self._view = view
+            self._order = np.argsort(view.row_logical, kind="stable")
+            self._sorted = view.row_logical[self._order]
         first, last = np.searchsorted(self._sorted, [index, index + 1])
-        return self._order[first:last]
+        return view, self._order[first:last]
 
 
 class TensorWatch(SeriesWatch):
@@ -237,7 +245,7 @@ class _TensorPoints(AnomalousPoints):
         anomaly = tensor_anomaly(
             view, rule, tensor, statistic, severity, rank, micro_step, call_id, value, baseline, score, text, tensor.key
         )
-        moved = moved_holders(view, tensor, self._rows.of(tensor.index), statistic, value, baseline)
+        moved = moved_holders(*self._rows.of(tensor.index), tensor, statistic, value, baseline)
         if moved:
             anomaly = msgspec.structs.replace(anomaly, moved_ranks=moved)
         return anomaly, full or severity is rule.severity
