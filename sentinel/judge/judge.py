@@ -18,6 +18,7 @@ from sentinel.incidents.peers import IncidentConfig
 from sentinel.incidents.tracker import IncidentTracker
 from sentinel.order.causal import sort_key
 from sentinel.rules.engine import Engine
+from sentinel.rules.watches import row_watch
 
 if TYPE_CHECKING:
     from sentinel.decision import Decision, RankFacts, Tick
@@ -95,7 +96,7 @@ class Judge:
     def judge(self, decision: Decision | None, view: StepView) -> Judgement:
         """Return the judgement on one closed step. Anomaly.time is the record's."""
         found = sorted(self._engine.judge(view), key=sort_key)
-        kept = truncate(found, self.max_anomalies)
+        kept = truncate(found, self.max_anomalies, self._engine.num_left_out)
         # An end that is not written still ends its episode: its incident would stay open for ever.
         written = {one.id for one in kept}
         unwritten_ends = [one for one in found if one.event == "end" and one.id not in written]
@@ -155,19 +156,22 @@ class Judge:
         self._tracker.restore(state.tracker)
 
 
-def truncate(anomalies: Sequence[Anomaly], most: int) -> list[Anomaly]:
+def truncate(anomalies: Sequence[Anomaly], most: int, num_unmade: int = 0) -> list[Anomaly]:
     """Return at most `most` of a step's anomalies, and one `truncated` record that counts the others.
 
-    anomalies: in total order. What is worse stays before what is milder, what came first before what came later; the order
-    of those that stay is kept. So a flood of excursions hides neither a NaN nor the loss.
+    anomalies: in total order. num_unmade: others of the step of which there is no record; they count as left out. What is
+    worse stays before what is milder, what came first before what came later; the order of those that stay is kept. So a
+    flood of excursions hides neither a NaN nor the loss.
     """
-    if len(anomalies) <= most:
+    if len(anomalies) <= most and not num_unmade:
         return list(anomalies)
     ranked = sorted(range(len(anomalies)), key=lambda at: (-anomalies[at].severity.level, at))
     kept = [anomalies[at] for at in sorted(ranked[:most])]
     first = anomalies[0]
     left_out = [anomalies[at] for at in ranked[most:]]
-    worst = max((one.severity for one in left_out), key=lambda severity: severity.level, default=Severity.INFO)
+    # What was not made is of a tensor of which others were.
+    alike = [one for one in anomalies if one.event == "onset"] if num_unmade else []
+    worst = max((one.severity for one in (*left_out, *alike)), key=lambda severity: severity.level, default=Severity.INFO)
     note = Anomaly(
         id=anomaly_id(first.run, first.attempt, first.step, None, None, "", "truncated", "truncated"),
         run=first.run,
@@ -186,10 +190,11 @@ def truncate(anomalies: Sequence[Anomaly], most: int) -> list[Anomaly]:
         detector="",
         severity=worst,
         value=None,
-        message=f"{len(left_out)} more anomalies of step {first.step} were not written: at most {most} are",
+        message=f"{len(left_out) + num_unmade} more anomalies of step {first.step} were not written: at most {most} are"
+        + (f", and of one tensor those of {row_watch.MAX_PLACES} ranks" if num_unmade else ""),
         time=max(one.time for one in anomalies),
         event="truncated",
-        count=len(left_out),
+        count=len(left_out) + num_unmade,
     )
     return [*kept, note]
 

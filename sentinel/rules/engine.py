@@ -57,6 +57,8 @@ class Engine:
         """Rows judged, all steps: must equal the rows that ranks sent."""
         self.settled: tuple[str, ...] = ()
         """Ids of the onsets whose series settled at a new level in the last step judged."""
+        self.num_left_out = 0
+        """Anomalies of the newest step of which no record was made, for they are too many."""
 
     @property
     def escalating(self) -> frozenset[str]:
@@ -101,6 +103,9 @@ class Engine:
         if self.settled:
             for watch in self._watches:
                 watch.settled = []
+        if self.num_left_out:
+            for watch in self._watches:
+                watch.num_left_out = 0
         if self._attempt is not None and view.attempt != self._attempt:
             for watch in self._watches:
                 found.extend(watch.stop(view))
@@ -119,6 +124,7 @@ class Engine:
             found = well_beside_the_step(view, found)
         self.num_steps += 1
         self.num_rows_judged += view.num_rows
+        self.num_left_out = sum(watch.num_left_out for watch in self._watches) if found else 0
         self.settled = tuple([one for watch in self._watches if watch.settled for one in watch.settled])
         return found
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from sentinel.fleet.fetched_rows import FetchedRows
+from sentinel.fleet.sealed import RowsPiece
 
 from ..support.fleet_faults import DigestedFleet, FaultyFleet, RecordedFleet
 
@@ -37,10 +41,20 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> RecordedFleet:
 
 
 @pytest.mark.parametrize("seed", [7, 18, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(100, 118))])
-def test_a_schedule_of_faults_with_digests_changes_nothing(tmp_path: Path, merged: RecordedFleet, seed: int) -> None:
+def test_a_schedule_of_faults_with_digests_changes_nothing(
+    tmp_path: Path, merged: RecordedFleet, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_some, take_rows = list[RowsPiece](), FetchedRows.take_rows
+
+    def noted(rows: FetchedRows, piece: RowsPiece, fill: Callable[[int, int, bytes], bool]) -> int:
+        of_some.extend([piece] if piece.tensors else [])
+        return take_rows(rows, piece, fill)
+
+    monkeypatch.setattr(FetchedRows, "take_rows", noted)
     world = DigestedFleet(tmp_path, merged, seed)
     world.run()
     assert world.counts["digested_steps"] > world.counts["fetched_steps"] > 0
+    assert of_some, "the rows of single tensors are asked for as well"
 
 
 @pytest.mark.long

@@ -44,7 +44,7 @@ from sentinel.rules.language.loader import load_pack
 from sentinel.store.journal import Commit
 from sentinel.store.lease_fence import FencedOff
 from sentinel.store.run_paths import RunPaths
-from sentinel.testing import LossJump, SyntheticRun
+from sentinel.testing import BitFlip, BlowUp, LossJump, SyntheticRun
 from sentinel.wire.spool import read_ack
 from sentinel.wire.spool_files import file_name, list_files
 
@@ -61,6 +61,10 @@ CONFIG = msgspec.convert(
     },
     DaemonConfig,
 )
+QUICK = """\
+rules:
+  - {name: quick-gradients, detector: AnomalyTurbulence, args: {warmup: 5}, match: {kind: dgrad, statistic: norm}}
+"""
 TOPIC = "alert:hook"
 STEPS = 24
 TICK_S = 0.25
@@ -84,7 +88,10 @@ class RecordedFleet:
         """sizes: after each step, file below the spool -> bytes of it; the last, those of all. pruned: the one of these
         files that was deleted before anybody read it.
         """
-        self.packs = loaded_packs()
+        # A rule whose onsets ask for rows that no digest carries.
+        quick = run_dir.parent / "quick.yaml"
+        quick.write_text(QUICK)
+        self.packs = loaded_packs(quick)
         self.run_dir, self.sizes, self.pruned = run_dir, sizes, pruned
         self.spool = run_dir / "spool"
         self.whole = run_dir.parent / "whole" / "run"
@@ -98,7 +105,9 @@ class RecordedFleet:
     def synthetic(cls, directory: Path, *, is_pruned: bool = False, **options: Any) -> RecordedFleet:
         """Return a run that nobody trained. options: as of `small_run`."""
         run: SyntheticRun = small_run(directory / "run", file_bytes=40_000, **options)
-        run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0))
+        of_copies = BitFlip(step=9, module="layers.1", rank=1, for_steps=2)
+        of_gradients = BlowUp(step=18, module="layers.2", kind="dgrad", factor=1e3, for_steps=2)
+        run.plant(nan_on(run, 3), LossJump(step=15, factor=50.0), of_copies, of_gradients)
         sizes = []
         for _ in range(STEPS):
             run.write(1)

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
+SERIES_SHIFT = 36
+"""Bits of a key below the series: 20 of the rank, 16 of the micro-step."""
+MAX_PLACES = 64
+"""Ranks and micro-steps of one tensor that are recorded one by one, those that came first before others. Once a weight is
+not finite all of a job's ranks hold it, millions of rows, and a record of each says nothing more. Too small: a rank that
+another problem befalls is not named; too large: the step of a NaN in a large job is judged for minutes."""
 _MASKED = (labels(ELEMENT_KINDS) & labels(FORWARD_KINDS)) | {"attention"}
 """Kinds that may hold minus infinity by design: scores before a softmax, and what passes modules on the way to it."""
 
@@ -67,12 +73,38 @@ class RowWatch(Watch):
             rows = view.rows[bad]
             micro = np.where(rows["micro_step"] >= 0, rows["micro_step"], rows["bad_micro_step"]).astype(np.int64)
             series, rank = plan.slots[view.row_logical[bad]].astype(np.int64), view.row_rank[bad].astype(np.int64)
-            key = (series << 36) | (rank << 16) | ((micro + 1) & 0xFFFF)
+            key = (series << SERIES_SHIFT) | (rank << 16) | ((micro + 1) & 0xFFFF)
             key, first = np.unique(key, return_index=True)
-            found.extend(self._emit(view, key, bad[first], micro[first]))
+            kept = self._kept(view, key, bad[first], micro[first])
+            found.extend(self._emit(view, key[kept], bad[first[kept]], micro[first[kept]]))
+            if any(one.event == "onset" for one in found):
+                self.num_left_out = len(key) - len(kept)
         if len(self.episodes):
             found.extend(self.quiet(view))
         return found
+
+    def _kept(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> np.ndarray:
+        """Return the positions of the keys that are looked at, rising: open ones, and of each series the first to come while
+        there are not `MAX_PLACES`."""
+        series = key >> SERIES_SHIFT
+        every = np.arange(len(key))
+        if np.unique(series, return_counts=True)[1].max() <= MAX_PLACES and not len(self.episodes):
+            return every
+        is_open = self.episodes.locate(key) >= 0
+        rows = view.rows[bad]
+        call = np.where(rows["bad_call_id"] != NONE_ID, rows["bad_call_id"], rows["call_id"])
+        # Open ones first, then by when and where: within one tensor that is the order of causes.
+        order = np.lexsort((key, call, micro, ~is_open, series))
+        begins = np.flatnonzero(np.r_[True, series[order][1:] != series[order][:-1]])
+        place = every - np.repeat(begins, np.diff(np.r_[begins, len(key)]))
+        # Those that are open and well just now count as well.
+        known, num_known = np.unique(self.episodes.key >> SERIES_SHIFT, return_counts=True)
+        at = np.minimum(np.searchsorted(known, series[order]), max(len(known) - 1, 0))
+        num_open = np.where(known[at] == series[order], num_known[at], 0) if len(known) else np.zeros(len(key), np.int64)
+        num_here = np.bincount(np.searchsorted(series[order][begins], series[is_open]), minlength=len(begins))
+        num_away = num_open - np.repeat(num_here, np.diff(np.r_[begins, len(key)]))
+        kept: np.ndarray = np.sort(order[is_open[order] | (place + num_away < MAX_PLACES)])
+        return kept
 
     def _emit(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> list[Anomaly]:
         """Turn one step's bad rows, one a key, into onset records; see `SeriesWatch` for the rule of corroboration."""

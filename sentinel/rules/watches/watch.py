@@ -81,6 +81,8 @@ class Watch:
         """Points judged so far."""
         self.settled: list[str] = []
         """Ids of the onsets that settled in this step."""
+        self.num_left_out = 0
+        """Anomalies of this step, beside new ones, of which no record was made: they are too many."""
 
     @property
     def identity(self) -> str:
