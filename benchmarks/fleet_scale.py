@@ -1,7 +1,7 @@
 """What a step of a large fleet costs its join, by the number of nodes, and what it costs each node; and where that ends.
 
     python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10] [--said /tmp] [--collector]
-        [--paced-as 2048]
+        [--paced-as 2048] [--nan]
 
 Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor parallel on each, over pipeline stages and
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
@@ -58,7 +58,7 @@ from sentinel.messages import Heartbeat
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.store.run_paths import RunPaths
-from sentinel.testing import SyntheticRun
+from sentinel.testing import Nan, SyntheticRun
 from sentinel.wire.pulse import PulseWriter
 
 RANKS_PER_NODE = 8
@@ -136,13 +136,20 @@ class Fleet:
                 node.take_answer(unseal(seal(paced), Answer))
 
 
-def written(where: Path, num_nodes: int, group: range, layers: int) -> tuple[SyntheticRun, list[str]]:
-    """Return a run of so many nodes, of which the ranks of these write to the directories of their nodes, and those."""
+def written(
+    where: Path, num_nodes: int, group: range, layers: int, *, has_nan: bool = False
+) -> tuple[SyntheticRun, list[str]]:
+    """Return a run of so many nodes, of which the ranks of these write to the directories of their nodes, and those.
+
+    has_nan: in the second of the steady steps a NaN is born in each group of nodes, and in the next all is NaN.
+    """
     pp = min(STAGES, num_nodes)
     run = SyntheticRun(
         where / "whole" / "run", pp=pp, dp=num_nodes // pp, tp=RANKS_PER_NODE, layers=layers, d_model=64, elements=8,
         ranks_per_host=RANKS_PER_NODE, ranks=ranks_of(group),
     )  # fmt: skip
+    if has_nan:
+        run.plant(Nan(step=WARM_STEPS + 1, module=run.modules()[1], is_skipped=False))
     names = []
     for number in group:
         names.append(f"node{number:04d}")
@@ -159,13 +166,13 @@ def ranks_of(group: range) -> range:
 
 
 def fleet(
-    said: Path, num_nodes: int, first_node: int, steps: int, layers: int, step_s: int, num_paced: int
+    said: Path, num_nodes: int, first_node: int, steps: int, layers: int, step_s: int, num_paced: int, has_nan: int
 ) -> dict[str, float]:
     """Have the ranks and nodes of a group work, and what nodes say go into a file; returns what that took. In a process of
     its own."""
     group = range(first_node, min(num_nodes, first_node + GROUP_NODES))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, said.open("wb") as file:
-        run, names = written(Path(name), num_nodes, group, layers)
+        run, names = written(Path(name), num_nodes, group, layers, has_nan=bool(has_nan))
         nodes, spooled = Fleet(Path(name), names, file, num_paced), 0
         pulses = {rank: PulseWriter(run.folder(rank)) for rank in ranks_of(group)}
         nodes.discover()
@@ -281,7 +288,8 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
         garbage.turn(time.monotonic() + LATEST_S, is_idle=True)
     found = {
         "intake_s": took - turns_s, "warm_s": warm_s, "judged_s": turns_s,
-        "num_judged": len(told.at) - num_judged, "longest_s": max(verdicts), "num_digested": rows.num_steps,
+        "num_judged": len(told.at) - num_judged, "longest_s": max(verdicts), "verdicts": verdicts,
+        "num_digested": rows.num_steps,
         "num_fetched": rows.num_fetched, "most_bytes": _most_bytes(),
         "run_bytes": _bytes_now() - before,
     }  # fmt: skip
@@ -308,17 +316,18 @@ def _in_its_own_process(*arguments: str) -> dict[str, Any]:
 
 
 def measured(
-    num_nodes: int, steps: int, layers: int, step_s: float, num_paced: int, where: Path, options: Sequence[str]
-) -> tuple[float, dict[str, Any]]:
+    num_nodes: int, steps: int, layers: int, step_s: float, num_paced: int, has_nan: bool, where: Path,
+    options: Sequence[str],
+) -> tuple[float, dict[str, Any]]:  # fmt: skip
     """Print a line about so many nodes; return (seconds of a step's judging and intake at the join, all figures).
 
-    num_paced: as of `Fleet`. options: of the join's process.
+    num_paced: as of `Fleet`. has_nan: as of `written`. options: of the join's process.
     """
     with tempfile.TemporaryDirectory(dir=where) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
         said, nodes = list[str](), Counter[str]()
         for first in range(0, num_nodes, GROUP_NODES):
             said.append(f"{name}/said{first}")
-            numbers = (num_nodes, first, steps, layers, round(step_s), num_paced)
+            numbers = (num_nodes, first, steps, layers, round(step_s), num_paced, int(has_nan))
             nodes.update(_in_its_own_process("--fleet", said[-1], *map(str, numbers)))
         found = _in_its_own_process("--join", f"{joined}/joined", *said, *options)
     ranks = num_nodes * RANKS_PER_NODE
@@ -333,6 +342,8 @@ def measured(
         f"{found['run_bytes'] / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
         flush=True,
     )
+    if has_nan:
+        print("       steps in turn, ms: " + ", ".join(f"{1e3 * one:.0f}" for one in found["verdicts"]), flush=True)
     return cost_s, found
 
 
@@ -347,7 +358,8 @@ def main() -> None:
     parser.add_argument("--collector", action="store_true", help="leave cyclic garbage to the interpreter, as before")
     parser.add_argument("--join", nargs="+", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--paced-as", type=int, default=0)
-    parser.add_argument("--fleet", nargs=7, help=argparse.SUPPRESS)
+    parser.add_argument("--nan", action="store_true", help="a NaN is born, and in the step behind it all is NaN")
+    parser.add_argument("--fleet", nargs=8, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.fleet:
         said, *numbers = given.fleet
@@ -361,7 +373,7 @@ def main() -> None:
         f"{'longest':>10}{'ms/node':>10}{'MiB':>8}{'B/row':>8}{'digs':>6}{'rows':>6}"
     )
     options = ["--collector"] if given.collector else []
-    shape = (given.steps, given.layers, given.step_s, given.paced_as)
+    shape = (given.steps, given.layers, given.step_s, given.paced_as, given.nan)
     costs = [measured(nodes, *shape, given.said, options)[0] for nodes in given.nodes]
     if len(costs) < 2:
         return

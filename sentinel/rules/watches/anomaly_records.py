@@ -40,7 +40,9 @@ def value_text(value: float) -> str:
 
 def any_place(view: StepView) -> Place:
     """Return the place of any rank: for the sizes of the axes, which are the run's."""
-    return next(iter(view.places.values()), Place())
+    for place in view.places.values():
+        return place
+    return Place()
 
 
 def _consumers(view: StepView, tensor: LogicalTensor, rank: int | None) -> tuple[str, ...]:
