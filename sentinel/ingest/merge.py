@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -58,7 +59,8 @@ class ClosedStep:
         self.stride = 1
         """Steps from one recorded step to the next, 10 in a log of every tenth; durations in steps are counted in it."""
         self.parts = sorted(parts, key=_rank)
-        self._digests, self._of = tuple(digests), of
+        # That one has this one: a step is freed with its last reference, for of a large one that is a gigabyte.
+        self._digests, self._whole = tuple(digests), None if of is None else weakref.ref(of)
         self._clean_inputs: dict[int, frozenset[str]] = {}
         self._some: tuple[frozenset[int], dict[int, npt.NDArray[np.void]], ClosedStep] | None = None
         """Tensors, the rows of them by rank, and the step that has those."""
@@ -79,6 +81,15 @@ class ClosedStep:
                 self.is_skipped |= end.is_skipped
                 self.num_expected += end.num_rows
                 self.step_time_s = max(self.step_time_s, end.step_time_s)
+
+    @property
+    def _of(self) -> ClosedStep | None:
+        """The step of which this one has some of the rows; None: it has all of them."""
+        if self._whole is None:
+            return None
+        if (found := self._whole()) is None:
+            raise ReferenceError(f"step {self.step}: some of its rows were asked what all of them say, which are gone")
+        return found
 
     @cached_property
     def rows(self) -> npt.NDArray[np.void]:

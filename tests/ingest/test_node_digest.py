@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -228,6 +230,30 @@ def test_the_rows_of_some_tensors_are_asked_for_alone_and_once(tmp_path: Path, l
     assert whole.with_rows_of(is_grad) is whole
     assert [of(made.with_rows_of(is_grad[:2]), at) for at in is_grad[:2]] == [of(whole, at) for at in is_grad[:2]]
     assert made.rows.tobytes() == whole.rows.tobytes() and source.asked == {1}
+
+
+def test_a_step_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", elements=64)
+    run.plant(Nan(step=1, module=run.modules()[3], is_skipped=False))
+    run.write(3)
+    run.end()
+    _, made, _ = of_digests(run, tmp_path / "there" / "run")
+    judge, seen = Judge(load_pack()), []
+    gc.collect()
+    gc.disable()
+    try:
+        while made:
+            view = made.pop(0)
+            judge.judge(view.decision, view)
+            some = view.with_rows_of([0])
+            seen += [weakref.ref(one) for one in (view, view.with_bad_rows(), view.carrying(frozenset()), some)]
+            del view
+        with pytest.raises(ReferenceError, match="step 2"):
+            _ = some.stats
+        del some
+        assert not [one for one in seen if one() is not None]
+    finally:
+        gc.enable()
 
 
 def test_a_digest_of_other_frames_or_another_layout_is_not_used(tmp_path: Path) -> None:
