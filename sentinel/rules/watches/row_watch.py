@@ -85,26 +85,18 @@ class RowWatch(Watch):
 
     def _kept(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> np.ndarray:
         """Return the positions of the keys that are looked at, rising: open ones, and of each series the first to come while
-        there are not `MAX_PLACES`."""
-        series = key >> SERIES_SHIFT
-        every = np.arange(len(key))
-        if np.unique(series, return_counts=True)[1].max() <= MAX_PLACES and not len(self.episodes):
-            return every
+        there are fewer than `MAX_PLACES`."""
         is_open = self.episodes.locate(key) >= 0
         rows = view.rows[bad]
         call = np.where(rows["bad_call_id"] != NONE_ID, rows["bad_call_id"], rows["call_id"])
-        # Open ones first, then by when and where: within one tensor that is the order of causes.
-        order = np.lexsort((key, call, micro, ~is_open, series))
-        begins = np.flatnonzero(np.r_[True, series[order][1:] != series[order][:-1]])
-        place = every - np.repeat(begins, np.diff(np.r_[begins, len(key)]))
-        # Those that are open and well just now count as well.
-        known, num_known = np.unique(self.episodes.key >> SERIES_SHIFT, return_counts=True)
-        at = np.minimum(np.searchsorted(known, series[order]), max(len(known) - 1, 0))
-        num_open = np.where(known[at] == series[order], num_known[at], 0) if len(known) else np.zeros(len(key), np.int64)
-        num_here = np.bincount(np.searchsorted(series[order][begins], series[is_open]), minlength=len(begins))
-        num_away = num_open - np.repeat(num_here, np.diff(np.r_[begins, len(key)]))
-        kept: np.ndarray = np.sort(order[is_open[order] | (place + num_away < MAX_PLACES)])
-        return kept
+        # By when and where: within one tensor that is the order of causes.
+        fresh = np.flatnonzero(~is_open)
+        order = fresh[np.lexsort((key[fresh], call[fresh], micro[fresh], key[fresh] >> SERIES_SHIFT))]
+        series, series_open = key[order] >> SERIES_SHIFT, self.episodes.key >> SERIES_SHIFT
+        place = np.arange(len(order)) - np.searchsorted(series, series)
+        place += np.searchsorted(series_open, series, "right") - np.searchsorted(series_open, series)
+        is_open[order[place < MAX_PLACES]] = True
+        return np.flatnonzero(is_open)
 
     def _emit(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> list[Anomaly]:
         """Turn one step's bad rows, one a key, into onset records; see `SeriesWatch` for the rule of corroboration."""
