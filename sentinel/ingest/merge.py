@@ -268,7 +268,12 @@ class ClosedStep:
         """Return a step that has at least the rows that hold a non-finite value, and says the same of everything else."""
         if self._of is not None:
             return self._of.with_bad_rows()
-        return self if self._shipped is None else self._bad
+        return self._bad if self._shipped is not None and self._has_bad_rows else self
+
+    @property
+    def _has_bad_rows(self) -> bool:
+        """Whether a digest has rows that hold a non-finite value."""
+        return any(one.has_bad_rows for one in self._digests)
 
     @cached_property
     def _bad(self) -> ClosedStep:
@@ -360,7 +365,7 @@ class ClosedStep:
         """Indices of rows that hold a non-finite value."""
         if self._of is None and self._shipped is None:
             return self.digest.bad_rows
-        if self._of is None and not any(one.has_bad_rows for one in self._digests):
+        if self._of is None and not self._has_bad_rows:
             return np.empty(0, np.int64)
         return np.flatnonzero(is_bad_row(self.rows))
 
