@@ -119,7 +119,7 @@ class StepCommits:
             self._write(self._commit, stages, with_snapshot=False)
 
     def keep_due(self, stages: RunStages) -> None:
-        """Have a snapshot where one is due, behind what is told: of many ranks it takes a second."""
+        """Have a snapshot where one is due, behind what is told: of many ranks it takes long."""
         if self._snapshots.is_due(time.monotonic()) and self._history.has(self._snapshots.seq):
             self.keep(stages)
 
