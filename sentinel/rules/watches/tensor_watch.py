@@ -33,10 +33,10 @@ class RowLookup:
     """Looks up the row of a tensor, when a step has anomalies; made at most once a step."""
 
     def __init__(self, view: StepView) -> None:
-        self._whole = view
-        self._view: StepView | None = None
-        """What has the rows that were looked up."""
-        self._likely: set[int] = set()
+        self._whole = self._view = view
+        """The step, and what of it has the rows that were looked up."""
+        self._likely, self._had = set[int](), set[int]()
+        self._order: np.ndarray | None = None
 
     def expect(self, tensors: Iterable[int]) -> None:
         """Say whose rows may be looked up in this step: they are asked for together, if any is."""
@@ -52,13 +52,15 @@ class RowLookup:
 
     def of(self, index: int) -> tuple[StepView, np.ndarray]:
         """Return the step with the rows of logical tensor `index`, and their places in it."""
-        view = self._whole.with_rows_of({index, *self._likely})
-        if view is not self._view:
-            self._view = view
-            self._order = np.argsort(view.row_logical, kind="stable")
-            self._sorted = view.row_logical[self._order]
+        if index not in self._had:
+            self._had |= {index, *self._likely}
+            view = self._whole.with_rows_of(self._had)
+            self._view, self._order = view, self._order if view is self._view else None
+        if self._order is None:
+            self._order = np.argsort(self._view.row_logical, kind="stable")
+            self._sorted = self._view.row_logical[self._order]
         first, last = np.searchsorted(self._sorted, [index, index + 1])
-        return view, self._order[first:last]
+        return self._view, self._order[first:last]
 
 
 class TensorWatch(SeriesWatch):
