@@ -13,6 +13,10 @@ from sentinel.ingest.step_parts import AwayFrame, RankPartOfStep
 from sentinel.step_view import RankStep
 from sentinel.wire.frame import Buffer
 
+MAX_SELECTED = 4096
+"""Tensors of a rank whose rows are asked for by themselves; of more the frames are asked for. A bound on what is asked: each is
+named."""
+
 
 class RowSource(Protocol):
     """Where the digests of a run are, and the rows that its spools here have not got."""
@@ -58,7 +62,11 @@ class AwayParts:
             frame
             for one in wanted
             if not one.rows_seen
-            for frame in one.part.some_away_until(one.last_seq, one.descriptor, tensors[one.rank])
+            for frame in (
+                one.part.some_away_until(one.last_seq, one.descriptor, tensors[one.rank])
+                if len(tensors[one.rank]) <= MAX_SELECTED
+                else one.part.away_until(one.last_seq)
+            )
         ]
         payloads: dict[bytes, dict[int, Buffer]] = {}
         for (process, seq), payload in (self._source.fetch(frames) if frames else {}).items():

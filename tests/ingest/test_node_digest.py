@@ -12,6 +12,7 @@ import pytest
 
 from sentinel.fleet.digest_book import DigestBook
 from sentinel.fleet.packed_digest import decode_digest, encode_digest
+from sentinel.ingest import away_rows
 from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
@@ -232,6 +233,21 @@ def test_the_rows_of_some_tensors_are_asked_for_alone_and_once(tmp_path: Path, l
     assert whole.with_rows_of(is_grad) is whole
     assert [of(made.with_rows_of(is_grad[:2]), at) for at in is_grad[:2]] == [of(whole, at) for at in is_grad[:2]]
     assert made.rows.tobytes() == whole.rows.tobytes() and source.asked == {1}
+
+
+def test_the_rows_of_very_many_tensors_are_asked_for_with_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away_rows, "MAX_SELECTED", 1)
+    run = small_run(tmp_path / "run", elements=64)
+    run.write(2)
+    run.end()
+    (_, whole), (_, made), source = of_digests(run, tmp_path / "there" / "run")
+    wanted = [one.index for one in whole.tensors if one.kind == "dgrad"]
+    some = made.with_rows_of(wanted)
+    for at in wanted:
+        assert some.rows[some.row_logical == at].tobytes() == whole.rows[whole.row_logical == at].tobytes()
+    assert source.asked == {1}
 
 
 def test_a_step_is_freed_with_its_last_reference(tmp_path: Path) -> None:
