@@ -27,6 +27,8 @@ STALLED_S = 60.0
 """Nodes that speak, and send none of the rows that they are asked for, are waited for so long."""
 MAX_WANTED, MAX_WANTED_BYTES = 2048, 128 * 2**10
 """Most frames that one answer asks for, and most bytes of ids of tensors: the others come with the next."""
+LEAST_PART_BYTES = 4096
+"""Bytes of a part, but for the last, are this many at least: smaller ones take more memory than they have bytes."""
 MAX_BEGUN = 8
 """Digests and frames of one node of which parts are here; past it the oldest are dropped, and rows asked for again."""
 
@@ -147,7 +149,10 @@ class FetchedRows:
         frame = None if window is None else scan(window[0])
         if not isinstance(frame, Frame) or frame.num_bytes_away or frame.header.seq != one.seq:
             return False
-        found[one.incarnation, one.seq] = frame.payload if window is None or not one.tensors else one.select(window[0])
+        payload = frame.payload if window is None or not one.tensors else one.select(window[0])
+        if payload is None:
+            return False
+        found[one.incarnation, one.seq] = payload
         return True
 
     # For the thread of the join.
@@ -196,26 +201,32 @@ class FetchedRows:
     def _take_some(self, piece: RowsPiece) -> int:
         """Take in a part of the rows that are wanted of a frame; returns the bytes of them once all are there."""
         size = piece.num_bytes - HEADER_BYTES
-        if not 0 <= piece.at <= piece.at + len(piece.data) <= size:
-            raise WireError(f"node {piece.node}: expected a part of {size} bytes of rows, got one at {piece.at}")
+        with self._lock:
+            wanted = [one for one in self._wanted.get(piece.node, {}) if _is_of(one, piece)]
+        if not wanted:
+            return 0
+        is_part = 0 <= piece.at < piece.at + len(piece.data) <= size or size == len(piece.data) == piece.at == 0
+        if not is_part or size % wanted[0].row_bytes:
+            raise WireError(
+                f"node {piece.node}: expected a part of {size} bytes, rows of {wanted[0].row_bytes}, got one at {piece.at}"
+            )
         key = ("some", piece.folder, piece.file_index, piece.offset, piece.tensors)
         begun = self._part_of(piece.node, key, piece.at, piece.data, min(size, MAX_FRAME_BYTES))
         if begun.num_bytes < size:
             return 0
         del self._begun[piece.node][key]
         with self._lock:
-            for one in self._wanted.get(piece.node, {}):
-                if _is_of(one, piece):
-                    self._some[one] = begun.whole()
+            if piece.node in self._wanted:
+                self._some.update(dict.fromkeys(wanted, begun.whole()))
         return size
 
     def _part_of(self, node: str, key: tuple[object, ...], at: int, data: bytes, most: int) -> _Begun:
         of_node = self._begun.setdefault(node, {})
         begun = of_node.setdefault(key, _Begun())
         begun.add(at, data)
-        if begun.num_bytes > most:
+        if begun.num_bytes > most or len(begun.parts) > most // LEAST_PART_BYTES + 1:
             del of_node[key]
-            raise WireError(f"node {node}: expected at most {most} bytes, got more")
+            raise WireError(f"node {node}: expected at most {most} bytes, in parts of {LEAST_PART_BYTES}, got more")
         while len(of_node) > MAX_BEGUN:
             del of_node[next(iter(of_node))]
         return begun

@@ -137,10 +137,10 @@ class NodeRun:
                 sent_at[frame] = now - RESEND_S  # Not here yet.
                 continue
             size = len(data)
+            num_bytes += size
             if data and frame.tensors:
-                data = frame.select(data)
-                size = HEADER_BYTES + len(data)
-            num_bytes += len(data)
+                selected = frame.select(data)
+                data, size = selected or b"", 0 if selected is None else HEADER_BYTES + len(selected)
             for at in range(0, max(len(data), 1), CHUNK_BYTES):
                 yield RowsPiece(
                     version=THIN_VERSION, node=self._node, run=self.name, folder=frame.folder, file_index=frame.file_index,

@@ -8,13 +8,16 @@ digits are not.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from msgspec import Meta
 
 from sentinel.errors import MALFORMED, WireError
-from sentinel.ingest.node_digest import VERSION, DigestedRank, NodeDigest
+from sentinel.ingest.node_digest import MAX_RANKS, VERSION, DigestedRank, NodeDigest
 from sentinel.record import ROW_DTYPE, STATS_DTYPE, STATS_OFFSET
 
 MAX_DIGEST_BYTES = 64 * 2**20
@@ -69,7 +72,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """Without rows, and with its statistics and places in planes."""
     twins: bytes
     """[rows of the first rank that carries any] <i4: which of the statistics a row has as they are; below 0: none."""
-    rows: tuple[bytes | None, ...]
+    rows: Annotated[tuple[bytes | None, ...], Meta(max_length=MAX_RANKS)]
     """Of each rank, in planes: the rows that it carries; bit by bit, exclusive or with those of the rank before where these
     are as many, and with the twins of the first. None: they are those of the rank before."""
 

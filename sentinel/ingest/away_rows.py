@@ -14,8 +14,8 @@ from sentinel.step_view import RankStep
 from sentinel.wire.frame import Buffer
 
 MAX_SELECTED = 4096
-"""Tensors of a rank whose rows are asked for by themselves; of more the frames are asked for. A bound on what is asked: each is
-named."""
+"""Tensors of a rank whose rows are asked for by themselves; of more the frames are asked for. A bound on what is asked: each
+is named."""
 
 
 class RowSource(Protocol):

@@ -428,7 +428,7 @@ class ClosedStep:
             rows = self._rows_of(rank)
             return self.layout.logical_of(rank, rows["tensor"][rows["kind"] == Kind.DGRAD_IN])
         one = self._digested.get(rank)
-        ids = np.empty(0, np.uint32) if one is None else input_ids(one).astype(np.uint32)
+        ids = np.empty(0, np.uint32) if one is None else input_ids(one, len(self.layout.table_of(rank)))
         return self.layout.logical_of(rank, ids)
 
     def _bad_inputs_of(self, rank: int) -> npt.NDArray[np.int32]:

@@ -9,10 +9,12 @@ whoever has the rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from sentinel import native
 from sentinel.errors import WireError
@@ -26,6 +28,11 @@ from sentinel.step_view import RankStep
 VERSION = 4
 MAX_DESCRIPTORS = 1024
 """Descriptors of which it is remembered what is carried; a bound on memory."""
+MAX_CARRIED_BYTES = 40 * 2**20
+"""Most bytes of the rows that a digest carries; of a step with more all rows are asked for. Of 8 ranks 38,000 rows each, all
+of them not finite."""
+MAX_RANKS, MAX_KINDS = 4096, 256
+"""Most ranks of a machine, and kinds, in a digest: bounds on memory for whoever reads one."""
 MAX_INPUT_ID = 2**24
 """Ids of tensors beyond it are no rank's: those that a descriptor may have are fewer."""
 
@@ -54,7 +61,7 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     """Merged by the C library: numpy comes to other bits."""
     share: bytes
     """`NodeShare.key`: what was taken for what."""
-    ranks: tuple[DigestedRank, ...]
+    ranks: Annotated[tuple[DigestedRank, ...], Meta(max_length=MAX_RANKS)]
     """Ranks rising."""
     stats: bytes
     """[num_tensors] STATS_DTYPE, without what has no row."""
@@ -66,7 +73,7 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     """`NodeShare.marks` of the tensors whose copies are compared."""
     has_lone_weight: bool
     """Of some weight one element is nearly all."""
-    kinds: tuple[str, ...] = ()
+    kinds: Annotated[tuple[str, ...], Meta(max_length=MAX_KINDS)] = ()
     """Kinds of which all rows are carried, beside those that hold a non-finite value."""
     is_bad: bytes = b""
     """[num_tensors] bits: whether any row holds a non-finite value."""
@@ -137,7 +144,10 @@ class DigestMaker:
         sums = share.sums(parts, found)
         ends = np.cumsum([len(part.rows) for part in parts])
         bad = [rows - begin for rows, begin in zip(np.split(found.bad_rows, _cuts(found, ends)), [0, *ends], strict=False)]
-        carried = [part.rows[self._carries(part, rows)].tobytes() for part, rows in zip(parts, bad, strict=True)]
+        is_carried = [self._carries(part, rows) for part, rows in zip(parts, bad, strict=True)]
+        if sum(map(np.count_nonzero, is_carried)) * ROW_DTYPE.itemsize > MAX_CARRIED_BYTES:
+            return None
+        carried = [part.rows[which].tobytes() for part, which in zip(parts, is_carried, strict=True)]
         first_ranks, site_pos = _sites(share, parts)
         weights = (part.rows[part.rows["kind"] == Kind.PARAM] for part in parts)
         return NodeDigest(
@@ -180,9 +190,10 @@ def carried_rows(one: DigestedRank) -> npt.NDArray[np.void]:
         raise WireError(f"digest of rank {one.rank}: expected rows of {ROW_DTYPE.itemsize} bytes, got {error}") from error
 
 
-def input_ids(one: DigestedRank) -> npt.NDArray[np.int64]:
-    """Return the ids of the tensors, gradients of a module's input, of which a rank has a row."""
-    return np.flatnonzero(np.unpackbits(np.frombuffer(one.inputs, np.uint8)))
+def input_ids(one: DigestedRank, num_ids: int) -> npt.NDArray[np.uint32]:
+    """Return the ids of the tensors, gradients of a module's input, of which a rank has a row. num_ids: that there are."""
+    bits = np.unpackbits(np.frombuffer(one.inputs[: (num_ids + 7) // 8], np.uint8))[:num_ids]
+    return np.flatnonzero(bits).astype(np.uint32)
 
 
 def _inputs(part: RankStep) -> bytes:

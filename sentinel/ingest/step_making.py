@@ -73,14 +73,14 @@ class StepMaker:
             return []
         of = {one.rank: (one.incarnation, one.last_seq, one.num_rows) for one in decision.ranks}
         known = self._received.incarnations
-        found = [
-            self._rows_from.digest(
-                decision.step, tuple(of[part.rank] for part in own), [known[part.incarnation].folder for part in own]
-            )
-            for own in by_machine(parts)
-        ]
-        there = [one for one in found if one is not None]
-        return there if len(there) == len(found) else []
+        there, machines = list[NodeDigest](), by_machine(parts)
+        for own in machines:
+            folders = [known[part.incarnation].folder for part in own]
+            found = self._rows_from.digest(decision.step, tuple(of[part.rank] for part in own), folders)
+            # Of the same frames it may say that they are other ranks'.
+            if found is not None and [one.rank for one in found.ranks] == [part.rank for part in own]:
+                there.append(found)
+        return there if len(there) == len(machines) else []
 
     def _rank_step(self, one: RankPart, part: RankPartOfStep | None, away: AwayParts | None) -> RankStep | None:
         incarnation = self._received.incarnations.get(one.incarnation)

@@ -34,17 +34,20 @@ class AwayFrame(msgspec.Struct, frozen=True, array_like=True):
     """Where not all are: bytes of a row, and where in it the id of its tensor lies."""
     id_at: int = 0
 
-    def select(self, frame: Buffer) -> bytes:
-        """Return the wanted rows of the whole frame, as they are in it; nothing where it is none, or another."""
+    def select(self, frame: Buffer) -> bytes | None:
+        """Return the wanted rows of the whole frame, as they are in it; None: it is another frame, or none, or has no such
+        rows."""
         found = scan(frame)
         if not isinstance(found, Frame) or found.num_bytes_away or found.header.type != FrameType.ROWS:
-            return b""
+            return None
+        if found.header.seq != self.seq or not 0 <= self.id_at <= self.row_bytes - 4:
+            return None
         try:
             rows = np.frombuffer(found.payload, np.uint8).reshape(-1, self.row_bytes)
-            ids = np.ascontiguousarray(rows[:, self.id_at : self.id_at + 4]).view("<u4").reshape(-1)
             wanted = np.frombuffer(self.tensors, "<u4")
-        except (ValueError, ZeroDivisionError):
-            return b""
+        except ValueError:
+            return None
+        ids = np.ascontiguousarray(rows[:, self.id_at : self.id_at + 4]).view("<u4").reshape(-1)
         return rows[np.isin(ids, wanted)].tobytes()
 
 
@@ -145,9 +148,12 @@ class RankPartOfStep:
                 theirs = row_dtype(described[one.seq])
             except WireError:
                 continue
-            if theirs.fields is not None and "tensor" in theirs.fields:
-                id_at = int(theirs.fields["tensor"][1])
+            fields = theirs.fields
+            if fields is not None and "tensor" in fields and fields["tensor"][0] == np.dtype("<u4"):
+                id_at = int(fields["tensor"][1])
                 found.append(msgspec.structs.replace(one, tensors=ids, row_bytes=theirs.itemsize, id_at=id_at))
+            else:
+                found.append(one)
         return found
 
     def away_until(self, last_seq: int) -> list[AwayFrame]:

@@ -162,29 +162,44 @@ def test_of_tensors_without_rows_nothing_comes_and_nobody_waits(thin: ThinFleet)
 
 def test_some_rows_that_are_too_many_for_a_message_come_in_parts(thin: ThinFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_run, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(fetched_rows, "LEAST_PART_BYTES", 100)
     monkeypatch.setattr(fetched_rows, "MAX_WANTED_BYTES", 24)
     some = of_tensors(thin, 0, 1, 2)
     found = thin.fetched(thin.turn, some)
     assert {key: bytes(payload) for key, payload in found.items()} == selected(thin, some)
 
 
-@pytest.mark.parametrize(
-    "change", [{"row_bytes": 7}, {"row_bytes": 0}, {"id_at": 10**6}, {"id_at": -3}, {"tensors": b"123"}]
-)
-def test_what_selects_no_rows_is_survived(thin: ThinFleet, change: dict[str, object]) -> None:
+WRONG: list[dict[str, object]] = [
+    {"row_bytes": 7}, {"row_bytes": 0}, {"id_at": 10**6}, {"id_at": -3}, {"id_at": 133}, {"tensors": b"123"}, {"seq": 10**6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_rows_that_no_frame_has_so_are_known_to_be_gone(thin: ThinFleet, change: dict[str, object]) -> None:
     some = [msgspec.structs.replace(one, **change) for one in of_tensors(thin, 1)]
-    assert set(thin.fetched(thin.turn, some).values()) == {b""}
+    assert not thin.fetched(thin.turn, some) and thin.copies.rows_of("run").num_gone == len(some)
 
 
 def test_a_part_of_some_rows_that_lies_beyond_them_is_refused(thin: ThinFleet) -> None:
     one = of_tensors(thin, 1)[0]
     rows = thin.copies.rows_of("run")
     rows._wanted["n0"][one] = False
-    for size, at, data in ((96 + 8, 4, b"12345"), (95, 0, b""), (96 + 8, -1, b"1")):
+    row = bytes(136)
+    for size, at, data in (
+        (96 + 136, 4, row), (95, 0, b""), (96 + 136, -1, b"1"), (96 + 136, 0, b""), (96 + 7, 0, bytes(7)), (96, 1, b""),
+    ):  # fmt: skip
         piece = RowsPiece(2, "n0", "run", one.folder, one.file_index, one.offset, size, at, data, tensors=one.tensors)
         with pytest.raises(WireError, match="expected a part"):
             rows.take_rows(piece, lambda *_: False)
     assert rows.wanted("n0") == (one,)
+    # Nothing is kept of what nobody asked for, nor of crumbs without end.
+    stranger = RowsPiece(2, "n1", "run", one.folder, one.file_index, one.offset, 96 + 2 * 136, 0, row, tensors=one.tensors)
+    assert rows.take_rows(stranger, lambda *_: False) == 0 and "n1" not in rows._begun
+    with pytest.raises(WireError, match="in parts of"):
+        for at in range(2 * 136):
+            crumb = msgspec.structs.replace(stranger, node="n0", at=at, data=b"1")
+            rows.take_rows(crumb, lambda *_: False)
+    assert not rows._begun["n0"]
 
 
 def test_of_a_backlog_no_step_ends_at_the_join_before_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,8 @@ WRONG: dict[str, Callable[[PackedDigest], bytes]] = {
     "half a twin": _body_with(_set(1, b"12345")),
     "another step": _body_with(lambda body: body[0].__setitem__(1, 4)),
     "other ranks": _body_with(lambda body: body[0][4].reverse()),
+    "rows of very many ranks": _body_with(_set(2, [None] * 5000)),
+    "very many kinds": _body_with(lambda body: body[0].__setitem__(11, [""] * 5000)),
     "no ranks": _body_with(lambda body: (body[0].__setitem__(4, []), body.__setitem__(2, []))),
 }
 

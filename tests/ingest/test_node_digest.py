@@ -12,7 +12,7 @@ import pytest
 
 from sentinel.fleet.digest_book import DigestBook
 from sentinel.fleet.packed_digest import decode_digest, encode_digest
-from sentinel.ingest import away_rows
+from sentinel.ingest import away_rows, node_digest
 from sentinel.ingest.away_rows import RowSource
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
@@ -233,6 +233,46 @@ def test_the_rows_of_some_tensors_are_asked_for_alone_and_once(tmp_path: Path, l
     assert whole.with_rows_of(is_grad) is whole
     assert [of(made.with_rows_of(is_grad[:2]), at) for at in is_grad[:2]] == [of(whole, at) for at in is_grad[:2]]
     assert made.rows.tobytes() == whole.rows.tobytes() and source.asked == {1}
+
+
+@pytest.mark.parametrize("change", ["other ranks", "ranks of the other machine", "more inputs than tensors"])
+def test_a_digest_that_lies_of_its_ranks_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    def lying(found: NodeDigest | None) -> NodeDigest | None:
+        if found is None:
+            return None
+        others = {"other ranks": 100, "ranks of the other machine": 2 if found.ranks[0].rank == 0 else -2}.get(change, 0)
+        inputs = b"\xff" * 10**6 if not others else b""
+        ranks = [msgspec.structs.replace(one, rank=one.rank + others, inputs=one.inputs or inputs) for one in found.ranks]
+        if not others:
+            ranks = [msgspec.structs.replace(one, inputs=one.inputs + inputs) for one in ranks]
+        return msgspec.structs.replace(found, ranks=tuple(ranks))
+
+    told = Elsewhere.digest
+    monkeypatch.setattr(Elsewhere, "digest", lambda self, *said: lying(told(self, *said)))
+    run = small_run(tmp_path / "run", elements=64, **LAYOUTS["dp4, two machines"])
+    run.plant(Nan(step=1, module=run.modules()[3], phase="backward"))
+    run.write(3)
+    run.end()
+    whole, made, source = of_digests(run, tmp_path / "there" / "run")
+    by_rows, by_digests = Judge(load_pack()), Judge(load_pack())
+    for one, other in zip(whole, made, strict=True):
+        assert by_digests.judge(other.decision, other) == by_rows.judge(one.decision, one)
+        assert other.is_of_digests == (change == "more inputs than tensors") == (other.step not in source.asked)
+
+
+def test_a_step_of_which_too_much_is_not_finite_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(tmp_path / "run", elements=64)
+    run.plant(Nan(step=1, module=run.modules()[3], is_skipped=False))
+    run.write(3)
+    run.end()
+    rows = sum(one.nbytes for one in (part.rows for part in closed_steps(run.directory)[0].parts))
+    monkeypatch.setattr(node_digest, "MAX_CARRIED_BYTES", rows // 2)
+    whole, made, source = of_digests(run, tmp_path / "there" / "run")
+    assert [one.is_of_digests for one in made] == [True, False, False]
+    by_rows, by_digests = Judge(load_pack()), Judge(load_pack())
+    for one, other in zip(whole, made, strict=True):
+        assert by_digests.judge(other.decision, other) == by_rows.judge(one.decision, one)
+    assert source.asked == {1, 2}
 
 
 def test_the_rows_of_very_many_tensors_are_asked_for_with_all_others(

@@ -139,7 +139,8 @@ class RowWatch(Watch):
         else:
             if not view.num_rows:
                 return np.zeros(0, dtype=np.int64)
-            rows = np.arange(view.num_rows)
+            # Rows that their node has no more are counted, and are not there.
+            rows = np.arange(len(view.rows))
             values = raw_statistic(view.rows, self.statistic)
             scores = self.detector.score(values, {})
             bad = rows[scores.score >= 1.0]
