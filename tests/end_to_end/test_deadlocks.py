@@ -58,7 +58,7 @@ def notified(folder: Path) -> list[Anomaly]:
 @pytest.mark.parametrize(
     ("kind", "at", "num_ranks", "pp", "where"),
     [
-        ("order", 0, 2, 1, ["forward of blocks.0, call "]),
+        pytest.param("order", 0, 2, 1, ["forward of blocks.0, call "], marks=pytest.mark.long),
         ("alone", 12, 2, 1, ["rank 0 in step 12, forward of blocks.0, call ", "rank 1 in step 12, backward of "]),
         pytest.param(
             "message",

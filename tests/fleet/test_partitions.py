@@ -117,6 +117,7 @@ def test_a_node_that_hears_nothing_and_one_that_is_not_heard_go_on_later(
     watched.ends()
 
 
+@pytest.mark.long
 def test_a_node_behind_a_slow_link_is_waited_for(cluster: PartedCluster, watch: Callable[..., WatchedRun]) -> None:
     watched = watch()
     watched.join()

@@ -37,7 +37,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return once
 
 
-@pytest.mark.parametrize("name", [pytest.param("tensor", marks=pytest.mark.long), "sequence", "data x tensor"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(one, marks=pytest.mark.long) for one in ("tensor", "sequence")), "data x tensor"]
+)
 def test_shares_and_attention_merge_to_those_of_one_process(name: str, trained: Trained) -> None:
     (folder, _), (alone, _) = trained(name), trained("one process")
 
