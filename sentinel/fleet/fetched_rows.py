@@ -18,6 +18,7 @@ from sentinel.ingest.node_digest import NodeDigest
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.printable import printable
 from sentinel.wire.frame import HEADER_BYTES, MAX_FRAME_BYTES, Buffer, Frame, scan
+from sentinel.wire.spool import parse_incarnation_folder
 from sentinel.wire.spool_files import file_name, read_window
 
 log = logging.getLogger("sentinel.fleet")
@@ -91,6 +92,10 @@ class FetchedRows:
         node = owners.pop()
         try:
             found = self._book.find(node, step, of)
+            ranks = [parsed[0] for folder in folders if (parsed := parse_incarnation_folder(folder)) is not None]
+            if found is not None and [one.rank for one in found.ranks] != ranks:
+                said = [one.rank for one in found.ranks][:8]
+                raise WireError(f"digest of step {step}: expected one of ranks {ranks[:8]}, got {said}")
         except WireError as error:
             log.warning("run %s: node %s: %s; its rows are asked for", self._spool_dir.parent.name, printable(node), error)
             return None

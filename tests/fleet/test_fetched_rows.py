@@ -409,3 +409,26 @@ def _forged(chunk: SpoolChunk, away: tuple[tuple[int, int], ...]) -> SpoolChunk:
     found = msgspec.structs.replace(chunk)
     msgspec.structs.force_setattr(found, "away", away)
     return found
+
+
+@pytest.mark.parametrize("others", [0, 4])
+def test_a_node_whose_digest_is_of_other_ranks_is_named(
+    thin: ThinFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: int
+) -> None:
+    rows = thin.copies.rows_of("run")
+    data = next(one.data for one in thin.published if isinstance(one, DigestPiece))
+    packed = decode_digest(data)
+    found = packed.unpack()
+    folders = sorted(path.name for path in (thin.run.directory / "spool").iterdir())
+    lied = msgspec.structs.replace(
+        found, ranks=tuple(msgspec.structs.replace(one, rank=one.rank + others) for one in found.ranks)
+    )
+    monkeypatch.setattr(rows._book, "find", lambda node, step, of: lied)
+    told = rows.digest(packed.step, packed.of, folders)
+    if others:
+        assert (
+            "node n0: digest of step 0: expected one of ranks [0, 1, 2, 3], got [4, 5, 6, 7]; its rows are asked"
+            in caplog.text
+        )
+    else:
+        assert told is lied and not caplog.text

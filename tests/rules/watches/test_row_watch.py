@@ -62,8 +62,8 @@ def test_the_first_of_each_tensor_are_recorded_and_the_rest_is_counted(
         if step == 2:
             assert [note.count for note in notes(few)] == [left_out] and notes(few)[0].severity is Severity.CRITICAL
             assert notes(few)[0].message == (
-                f"{left_out} more anomalies of step 2 were not written: at most 1000000 are, and of one tensor those of 3 "
-                "ranks"
+                f"{left_out} more anomalies of step 2 were not written: at most 1000000 are, and of one tensor the first "
+                "3 ranks and micro-steps"
             )
             # The one that came first is among them, and so the incident names the same cause.
             assert min(onsets(whole), key=lambda one: one.call_id or 0).rank == 5
