@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sentinel.errors import UndefinedStatistic
-from sentinel.record import STATISTICS, STATS_DTYPE
+from sentinel.record import STATISTICS, STATS_DTYPE, Kind
 
 EMPTY = np.zeros((), STATS_DTYPE)
 """Statistics of nothing: count 0, min +inf, max -inf."""
@@ -345,6 +345,12 @@ def tails(rows: np.ndarray) -> np.ndarray:
         # As shares of the second moment: its square overflows where a value is 1e200.
         share = rows["m4"] / np.maximum(rows["m2"], 1e-300) / np.maximum(rows["m2"], 1e-300)
     return np.where((count >= MIN_TAIL_ELEMENTS) & np.isfinite(share), share, 0.0)
+
+
+def lone_rows(rows: np.ndarray) -> np.ndarray:
+    """Return the places of the rows of weights of which one element is nearly all, rising. rows: [rows] ROW_DTYPE."""
+    of_weights = np.flatnonzero(rows["kind"] == Kind.PARAM)
+    return of_weights[tails(rows[of_weights]) >= LONE_SHARE]
 
 
 def raw_statistic(rows: np.ndarray, statistic: str) -> np.ndarray:

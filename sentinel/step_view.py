@@ -235,7 +235,7 @@ class StepView(Protocol):
 
     @property
     def lone_weights(self) -> npt.NDArray[np.int64]:
-        """Indices of rows of weights of which one element is nearly all (`moments.LONE_SHARE`)."""
+        """Indices of the weights of which some row has one element that is nearly all (`moments.LONE_SHARE`), rising."""
 
     @property
     def stats(self) -> npt.NDArray[np.void]:
@@ -256,10 +256,6 @@ class StepView(Protocol):
     @property
     def is_whole(self) -> npt.NDArray[np.bool_]:
         """[num_tensors] whether each shard of the tensor has a holder whose end_step of this step came."""
-
-    @property
-    def flags(self) -> npt.NDArray[np.uint16]:
-        """[num_tensors] the Flags of its rows, or-ed."""
 
     @property
     def site_pos(self) -> npt.NDArray[np.int64]:
@@ -286,9 +282,6 @@ class StepView(Protocol):
 
     def with_bad_rows(self) -> StepView:
         """Return a step that has at least the rows that hold a non-finite value, and says the same of everything else."""
-
-    def checksums(self) -> list[tuple[Replicas, dict[int, int]]]:
-        """Return, for each set of copies of which several came with a checksum, rank -> checksum; equal when all is well."""
 
     def is_per_rank(self, tensor: LogicalTensor) -> bool:
         """Whether the series is one rank's own part."""

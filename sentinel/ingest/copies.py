@@ -128,7 +128,7 @@ def differing(view: ClosedStep) -> list[Differing]:
     layout = view.layout
     found: list[Differing] = []
     if layout.replicated:
-        wanted = view.digest.odd_copies
+        wanted = view.odd_copies
         if len(wanted):
             known = layout.shards.replicas_of(wanted.tolist())
             copies = view.row_copy

@@ -1,15 +1,15 @@
 """NodeDigest: what the ranks of one machine come to in a step, made there and used here in place of their rows.
 
 It stands for the rows of a step in which they are not looked at one by one. Rows that hold a non-finite value are in it: in
-that very step nobody may wait for those of all machines. Where copies on the machine differ there is none, and where a judge
-looks at other single rows of a kind that is not carried, it asks for all of them. Whoever uses it comes to the same bits as
-whoever has the rows.
+that very step nobody may wait for those of all machines. It names the tensors whose copies on the machine differ: of these,
+as of others of a kind that is not carried, a judge who looks at single rows asks for the rows. Whoever uses it comes to the
+same bits as whoever has the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,11 +21,11 @@ from sentinel.errors import WireError
 from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.node_share import NodeShare, NodeSums, no_sums
 from sentinel.messages import Descriptor
-from sentinel.moments import LONE_SHARE, tails
-from sentinel.record import ROW_DTYPE, STATS_DTYPE, Kind
+from sentinel.moments import lone_rows
+from sentinel.record import ROW_DTYPE, STATS_DTYPE
 from sentinel.step_view import RankStep
 
-VERSION = 4
+VERSION = 5
 MAX_DESCRIPTORS = 1024
 """Descriptors of which it is remembered what is carried; a bound on memory."""
 MAX_CARRIED_BYTES = 40 * 2**20
@@ -33,7 +33,7 @@ MAX_CARRIED_BYTES = 40 * 2**20
 of them not finite."""
 MAX_RANKS, MAX_KINDS = 4096, 256
 """Most ranks of a machine, and kinds, in a digest: bounds on memory for whoever reads one."""
-MAX_INPUT_ID = 2**24
+MAX_ROW_ID = 2**24
 """Ids of tensors beyond it are no rank's: those that a descriptor may have are fewer."""
 
 
@@ -48,8 +48,20 @@ class DigestedRank(msgspec.Struct, frozen=True, array_like=True):
     num_rows: int
     carried: bytes = b""
     """Rows of ROW_DTYPE, in their order."""
-    inputs: bytes = b""
-    """[ids] bits: of which tensors, gradients of a module's input, there is a row."""
+    row_ids: bytes = b""
+    """[ids] bits: of which tensors there is a row."""
+
+
+class DigestedSums(NamedTuple):
+    """What a digest says of the tensors of a machine's share."""
+
+    sums: NodeSums
+    marks: npt.NDArray[np.uint64]
+    """[num_tensors] as `NodeShare.marks`."""
+    is_odd: npt.NDArray[np.bool_]
+    """[num_tensors] whether copies on the machine are not the same."""
+    is_lone: npt.NDArray[np.bool_]
+    """[num_tensors] whether it is a weight of which some row has one element that is nearly all."""
 
 
 class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -71,8 +83,10 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     """[num_copies] bits."""
     marks: bytes
     """`NodeShare.marks` of the tensors whose copies are compared."""
-    has_lone_weight: bool
-    """Of some weight one element is nearly all."""
+    is_odd: bytes
+    """[num_tensors] bits: as `DigestedSums.is_odd`."""
+    is_lone: bytes
+    """[num_tensors] bits: as `DigestedSums.is_lone`."""
     kinds: Annotated[tuple[str, ...], Meta(max_length=MAX_KINDS)] = ()
     """Kinds of which all rows are carried, beside those that hold a non-finite value."""
     is_bad: bytes = b""
@@ -89,19 +103,21 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
         """Which frames it is made of: (process, number of the last frame, number of rows) of each rank."""
         return tuple((one.incarnation, one.last_seq, one.num_rows) for one in self.ranks)
 
-    def sums(self, share: NodeShare) -> tuple[NodeSums, npt.NDArray[np.uint64]] | None:
-        """Return the sums and the marks; None: they were made otherwise than here, and say nothing."""
+    def sums(self, share: NodeShare) -> DigestedSums | None:
+        """Return what the rows come to; None: that was made otherwise than here, and says nothing."""
         num_tensors, num_copies = len(share.tensor_of), share.num_copies
         if self.share != share.key or self.is_native != (native.prepare_digest is not None):
             return None
         present, has_rows = _bits(self.present, num_tensors), _bits(self.has_rows, num_copies)
-        is_bad = _bits(self.is_bad, num_tensors)
+        is_bad, is_odd, is_lone = (_bits(one, num_tensors) for one in (self.is_bad, self.is_odd, self.is_lone))
         marked = share.compared
         num_held = 0 if present is None else int(np.count_nonzero(present))
         if (
             present is None
             or has_rows is None
             or is_bad is None
+            or is_odd is None
+            or is_lone is None
             or len(self.first_ranks) != 4 * num_tensors
             or len(self.site_pos) != 4 * num_tensors
             or len(self.stats) != num_held * STATS_DTYPE.itemsize
@@ -114,7 +130,7 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
             stats[present] = held
         marks = np.zeros(num_tensors, np.uint64)
         marks[marked] = np.frombuffer(self.marks, np.uint64)
-        return NodeSums(stats, present, has_rows, is_bad), marks
+        return DigestedSums(NodeSums(stats, present, has_rows, is_bad), marks, is_odd, is_lone)
 
     @property
     def sites(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:
@@ -134,13 +150,11 @@ class DigestMaker:
     def make(
         self, step: int, share: NodeShare, parts: Sequence[RankStep], ranks: Sequence[DigestedRank]
     ) -> NodeDigest | None:
-        """Return the digest of a machine's ranks; None: only the rows tell. parts: of the share's ranks, rising.
+        """Return the digest of a machine's ranks; None: it would be too large. parts: of the share's ranks, rising.
 
         ranks: which frames those are.
         """
         found = digest(parts, share)
-        if len(found.odd_copies):
-            return None
         sums = share.sums(parts, found)
         ends = np.cumsum([len(part.rows) for part in parts])
         bad = [rows - begin for rows, begin in zip(np.split(found.bad_rows, _cuts(found, ends)), [0, *ends], strict=False)]
@@ -149,16 +163,17 @@ class DigestMaker:
             return None
         carried = [part.rows[which].tobytes() for part, which in zip(parts, is_carried, strict=True)]
         first_ranks, site_pos = _sites(share, parts)
-        weights = (part.rows[part.rows["kind"] == Kind.PARAM] for part in parts)
+        is_odd = np.zeros(len(share.tensor_of), np.bool_)
+        is_odd[share.tensor_of_copy[found.odd_copies]] = True
         return NodeDigest(
             version=VERSION, step=step, is_native=native.prepare_digest is not None, share=share.key,
             ranks=tuple(
-                msgspec.structs.replace(one, carried=rows, inputs=_inputs(part))
+                msgspec.structs.replace(one, carried=rows, row_ids=_row_ids(part))
                 for one, rows, part in zip(ranks, carried, parts, strict=True)
             ),
             stats=sums.stats[sums.present].tobytes(), present=np.packbits(sums.present).tobytes(),
             has_rows=np.packbits(sums.has_rows).tobytes(), marks=share.marks(parts)[share.compared].tobytes(),
-            has_lone_weight=any(bool((tails(rows) >= LONE_SHARE).any()) for rows in weights),
+            is_odd=np.packbits(is_odd).tobytes(), is_lone=np.packbits(_is_lone(share, parts)).tobytes(),
             kinds=tuple(sorted(self.kinds)), is_bad=np.packbits(found.is_bad).tobytes(),
             has_bad_rows=bool(len(found.bad_rows)), first_ranks=first_ranks.tobytes(), site_pos=site_pos.tobytes(),
         )  # fmt: skip
@@ -190,19 +205,28 @@ def carried_rows(one: DigestedRank) -> npt.NDArray[np.void]:
         raise WireError(f"digest of rank {one.rank}: expected rows of {ROW_DTYPE.itemsize} bytes, got {error}") from error
 
 
-def input_ids(one: DigestedRank, num_ids: int) -> npt.NDArray[np.uint32]:
-    """Return the ids of the tensors, gradients of a module's input, of which a rank has a row. num_ids: that there are."""
-    bits = np.unpackbits(np.frombuffer(one.inputs[: (num_ids + 7) // 8], np.uint8))[:num_ids]
+def row_ids(one: DigestedRank, num_ids: int) -> npt.NDArray[np.uint32]:
+    """Return the ids of the tensors of which a rank has a row, rising. num_ids: that there are."""
+    bits = np.unpackbits(np.frombuffer(one.row_ids[: (num_ids + 7) // 8], np.uint8))[:num_ids]
     return np.flatnonzero(bits).astype(np.uint32)
 
 
-def _inputs(part: RankStep) -> bytes:
-    """Return `DigestedRank.inputs` of a rank's rows."""
-    ids = part.rows["tensor"][part.rows["kind"] == Kind.DGRAD_IN]
-    known = ids[ids < MAX_INPUT_ID]
+def _row_ids(part: RankStep) -> bytes:
+    """Return `DigestedRank.row_ids` of a rank's rows."""
+    ids = part.rows["tensor"]
+    known = ids[ids < MAX_ROW_ID]
     has_row = np.zeros(int(known.max()) + 1 if len(known) else 0, np.bool_)
     has_row[known] = True
     return np.packbits(has_row).tobytes()
+
+
+def _is_lone(share: NodeShare, parts: Sequence[RankStep]) -> npt.NDArray[np.bool_]:
+    """Return of each tensor of a share whether it is a weight of which some row has one element that is nearly all."""
+    found = np.zeros(len(share.tensor_of), np.bool_)
+    for part in parts:
+        logical = share.logical_of(part.rank, part.rows["tensor"][lone_rows(part.rows)])
+        found[logical[logical >= 0]] = True
+    return found
 
 
 def _sites(share: NodeShare, parts: Sequence[RankStep]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32]]:

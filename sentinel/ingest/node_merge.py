@@ -57,7 +57,7 @@ class NodeMerge:
         is_first = np.ones(len(tensor), np.bool_)
         is_first[1:] = (tensor[1:] != tensor[:-1]) | (marks[1:] != marks[:-1])
         self._first = place[np.flatnonzero(is_first)[np.cumsum(is_first) - 1]][~is_first]
-        self._again = place[~is_first]
+        self._again, self._tensor_of_again = place[~is_first], tensor[~is_first]
         tensor, size, place = tensor[is_first], size[is_first], place[is_first]
         num_held = np.bincount(tensor, size, num_tensors)
         num_shards = np.bincount(tensor_of_copy[reached], minlength=num_tensors)
@@ -89,13 +89,14 @@ class NodeMerge:
             words[self._several_to] = merged.view(np.uint64).reshape(-1, _NUM_WORDS)
         return found
 
-    def are_equal(self, marks: Sequence[npt.NDArray[np.uint64]]) -> bool:
-        """Return whether machines that hold the same shards hold the same bits.
+    def unequal(self, marks: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
+        """Return the indices of tensors of which machines that hold the same shards do not hold the same bits, rising.
 
         marks: of each share, as `NodeShare.marks`.
         """
         every = np.concatenate(marks)
-        return bool((every[self._again] == every[self._first]).all())
+        found: npt.NDArray[np.int64] = np.unique(self._tensor_of_again[every[self._again] != every[self._first]])
+        return found
 
 
 class NodeMerges:

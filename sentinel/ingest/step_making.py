@@ -10,11 +10,13 @@ from sentinel.decision import Decision, RankPart
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState
 from sentinel.ingest.away_rows import AwayParts, AwayRankStep, RowSource, away_part
 from sentinel.ingest.blindness import Blindness
+from sentinel.ingest.digested_step import DigestedStep
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import LayoutCache, ModelLayout
 from sentinel.ingest.node_digest import NodeDigest
 from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.received import Received
+from sentinel.ingest.step_digests import StepDigests
 from sentinel.ingest.step_parts import OpenStep, RankPartOfStep
 from sentinel.messages import Descriptor
 from sentinel.record import ROW_DTYPE
@@ -62,25 +64,34 @@ class StepMaker:
         self.num_incomplete += is_incomplete
         if opened is not None:
             self._count_left_over(decision, opened)
-        return ClosedStep(
-            run=decision.run, attempt=decision.attempt, step=decision.step, layout=self._layout(table), parts=parts,
-            decision=decision, digests=self._digests(decision, parts),
+        layout = self._layout(table)
+        digests = self._digests(decision, parts, layout)
+        if digests is None:
+            return ClosedStep(
+                run=decision.run, attempt=decision.attempt, step=decision.step, layout=layout, parts=parts, decision=decision
+            )
+        return DigestedStep(
+            run=decision.run, attempt=decision.attempt, step=decision.step, layout=layout, parts=parts, decision=decision,
+            digests=digests,
         )  # fmt: skip
 
-    def _digests(self, decision: Decision, parts: Sequence[RankStep]) -> list[NodeDigest]:
-        """Return the digest of each machine; none where not all are there, or no rows are away."""
+    def _digests(self, decision: Decision, parts: Sequence[RankStep], layout: ModelLayout) -> StepDigests | None:
+        """Return what the digests of all machines say; None: not all are there, or no rows are away."""
         if self._rows_from is None or not any(isinstance(part, AwayRankStep) for part in parts):
-            return []
+            return None
         of = {one.rank: (one.incarnation, one.last_seq, one.num_rows) for one in decision.ranks}
         known = self._received.incarnations
         there, machines = list[NodeDigest](), by_machine(parts)
+        if len(machines) > 1 and decision.is_by_machine is not True:
+            return None
         for own in machines:
             folders = [known[part.incarnation].folder for part in own]
             found = self._rows_from.digest(decision.step, tuple(of[part.rank] for part in own), folders)
             # Of the same frames it may say that they are other ranks'.
-            if found is not None and [one.rank for one in found.ranks] == [part.rank for part in own]:
-                there.append(found)
-        return there if len(there) == len(machines) else []
+            if found is None or [one.rank for one in found.ranks] != [part.rank for part in own]:
+                return None
+            there.append(found)
+        return StepDigests.of(layout, there, [[part.rank for part in own] for own in machines])
 
     def _rank_step(self, one: RankPart, part: RankPartOfStep | None, away: AwayParts | None) -> RankStep | None:
         incarnation = self._received.incarnations.get(one.incarnation)

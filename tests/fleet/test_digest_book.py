@@ -16,7 +16,7 @@ def a_digest(step: int, num_tensors: int = 10, seq: int = 0) -> PackedDigest:
     ranks = tuple(DigestedRank(rank, bytes([rank]) * 16, 0, seq, 3) for rank in range(2))
     found = NodeDigest(
         version=VERSION, step=step, is_native=True, share=b"", ranks=ranks, stats=bytes(num_tensors * STATS_DTYPE.itemsize),
-        present=b"", has_rows=b"", marks=b"", has_lone_weight=False,
+        present=b"", has_rows=b"", marks=b"", is_odd=b"", is_lone=b"",
     )  # fmt: skip
     return decode_digest(encode_digest(found))
 

@@ -234,10 +234,10 @@ def test_copies_can_be_compared_by_checksum(run_dir: Path) -> None:
             own[17] = np.nextafter(own[17], 9.0)
         speak(run_dir, Place(rank=rank, world_size=3, dp_rank=rank, dp_size=3), {"w": ("param", {}, own)})
 
-    ((copies, by_rank),) = only_view(run_dir).checksums()
+    (found,) = only_view(run_dir).differing
 
-    assert copies.index == 0
-    assert by_rank[0] == by_rank[1] != by_rank[2]
+    assert (found.index, found.members) == (0, ((0,), (1,), (2,)))
+    assert found.checksums[0] == found.checksums[1] != found.checksums[2]
 
 
 def test_scalars_are_the_mean_over_the_ranks_that_report_them(run_dir: Path) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from sentinel.anomaly import Anomaly
 from sentinel.fleet.digest_book import DigestBook
 from sentinel.fleet.packed_digest import decode_digest, encode_digest
 from sentinel.ingest import away_rows, node_digest
 from sentinel.ingest.away_rows import RowSource
+from sentinel.ingest.digested_step import DigestedStep
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
@@ -22,10 +26,12 @@ from sentinel.ingest.node_share import by_machine
 from sentinel.ingest.step_parts import AwayFrame
 from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
+from sentinel.messages import EndStep
+from sentinel.record import Kind
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.step_view import StepView
-from sentinel.testing import BlowUp, LossJump, Nan, SyntheticRun
+from sentinel.testing import BitFlip, BlowUp, LossJump, Nan, SyntheticRun
 from sentinel.wire import spool_reader
 from sentinel.wire.frame import HEADER_BYTES, Buffer, Frame, FrameType, peek, scan, without_rows
 from sentinel.wire.spool_files import file_name, read_window
@@ -48,7 +54,7 @@ LAYOUTS = {
 class Elsewhere(RowSource):
     """The spools of a run as their machines have them, and the digests that these made."""
 
-    def __init__(self, run_dir: Path, steps: Sequence[ClosedStep]) -> None:
+    def __init__(self, run_dir: Path, steps: Sequence[ClosedStep], kinds: Collection[str] = KINDS) -> None:
         self.run_dir = run_dir
         self.asked: set[int] = set()
         """Steps of which all rows were asked for."""
@@ -56,7 +62,7 @@ class Elsewhere(RowSource):
         """Step -> times that some of its rows were asked for."""
         self.num_some_bytes = 0
         self._book, self.num_bytes = DigestBook(), 0
-        maker = DigestMaker(KINDS)
+        maker = DigestMaker(kinds)
         for view in steps:
             assert view.decision is not None
             of = {one.rank: one for one in view.decision.ranks}
@@ -115,11 +121,13 @@ def emptied(run_dir: Path, there: Path) -> int:
     return num_bytes
 
 
-def of_digests(run: SyntheticRun, there: Path) -> tuple[list[ClosedStep], list[ClosedStep], Elsewhere]:
+def of_digests(
+    run: SyntheticRun, there: Path, kinds: Collection[str] = KINDS
+) -> tuple[list[ClosedStep], list[ClosedStep], Elsewhere]:
     """Return the steps of a run as they are of rows, and as they are of digests."""
     whole = closed_steps(run.directory)
     emptied(run.directory, there)
-    source = Elsewhere(run.directory, whole)
+    source = Elsewhere(run.directory, whole, kinds)
     followed = FollowedRun(there)
     followed.follower = RunFollower(there, on_problem=followed.problems.append)
     followed.assembler = StepAssembler(run.run, rows_from=source)
@@ -187,7 +195,7 @@ def test_steps_are_judged_of_digests_as_of_rows(tmp_path: Path, layout: str) -> 
     pack = load_pack()
     by_rows, by_digests, found = Judge(pack), Judge(pack), []
     for one, other in zip(whole, made, strict=True):
-        assert other.num_rows == one.num_rows and other.is_of_digests
+        assert other.num_rows == one.num_rows and isinstance(other, DigestedStep)
         expected = by_rows.judge(one.decision, one)
         assert by_digests.judge(other.decision, other) == expected
         found += [one.rule for one in expected.anomalies]
@@ -206,6 +214,105 @@ def test_steps_are_judged_of_digests_as_of_rows(tmp_path: Path, layout: str) -> 
     assert all(times == 1 for times in source.asked_some.values()) and len(source.asked_some) < 6, source.asked_some
     # What was asked for, or is asked for now, is what it would have been.
     assert [seen(one) for one in made] == [seen(one) for one in whole]
+
+
+def judged_alike(
+    whole: Sequence[ClosedStep], made: Sequence[ClosedStep], rules: Sequence[str | Path] = ()
+) -> list[list[Anomaly]]:
+    """Judge the steps of rows and those of digests; return the anomalies of each step."""
+    by_rows, by_digests, found = Judge(load_pack(rules)), Judge(load_pack(rules)), []
+    for one, other in zip(whole, made, strict=True):
+        expected = by_rows.judge(one.decision, one)
+        assert by_digests.judge(other.decision, other) == expected, one.step
+        assert other.stats.tobytes() == one.stats.tobytes() and other.present.tolist() == one.present.tolist()
+        found.append(list(expected.anomalies))
+    assert by_digests.snapshot() == by_rows.snapshot()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ({"pp": 1, "dp": 4, "layers": 2, "ranks_per_host": 4}, 2),
+        ({"pp": 1, "dp": 4, "layers": 2, "ranks_per_host": 1}, 0),
+        # Machines hold some of the same shards, and each some of its own.
+        ({"pp": 1, "dp": 3, "tp": 2, "layers": 2, "ranks_per_host": 3}, 4),
+    ],
+    ids=["on one machine", "on machines of their own", "cut across machines"],
+)
+def test_of_copies_that_differ_for_good_their_rows_alone_are_asked_for(
+    tmp_path: Path, layout: dict[str, int], rank: int
+) -> None:
+    run = small_run(tmp_path / "run", elements=64, **layout)
+    run.plant(BitFlip(step=4, module="layers.0.mlp", rank=rank))
+    run.write(12)
+    run.end()
+    whole, made, source = of_digests(run, tmp_path / "there" / "run")
+    found = judged_alike(whole, made)
+    (one,) = [anomaly for of_step in found for anomaly in of_step if anomaly.rule == "replica-divergence" and anomaly.event == "onset"]
+    assert (one.step, one.rank) == (4, rank)
+    assert all(len(view.differing) == (step >= 4) for step, view in enumerate(made))
+    assert not source.asked
+    is_cut_across = layout.get("tp", 1) > 1
+    # At the onset what that tensor did is looked at too.
+    assert set(source.asked_some) == set(range(0 if is_cut_across else 4, 12)), source.asked_some
+    assert all(times == 1 for step, times in source.asked_some.items() if step > 4)
+    if not is_cut_across:
+        assert source.num_some_bytes < sum(view.rows.nbytes for view in whole[4:]) // 20
+
+
+LIMIT = """
+rules:
+  - name: my-limit
+    detector: AnomalyNan
+    match: {kind: [wgrad, dgrad], statistic: [max]}
+    args: {threshold: 1.0e+4}
+    severity: critical
+"""
+
+
+@pytest.mark.parametrize("rules", ["limit", "msprobe"])
+def test_rules_on_single_rows_ask_for_these_where_nodes_do_not_carry_them(tmp_path: Path, rules: str) -> None:
+    given: list[str | Path] = [rules]
+    if rules == "limit":
+        given = [tmp_path / "limit.yaml"]
+        (tmp_path / "limit.yaml").write_text(LIMIT)
+    run = small_run(tmp_path / "run", elements=64, **LAYOUTS["tp2 dp2, two machines"])
+    run.plant(BlowUp(step=5, module="layers.1.mlp", factor=1e6, kind="dgrad"))
+    run.write(8)
+    run.end()
+    kinds = Engine(load_pack(given)).row_kinds
+    assert {"wgrad", "dgrad"} <= kinds
+    for carried in (KINDS, tuple(kinds)):
+        whole, made, source = of_digests(run, tmp_path / str(len(carried)) / "run", carried)
+        found = judged_alike(whole, made, given)
+        assert any(one.rule in ("my-limit", "msprobe-turbulence") for one in found[5])
+        assert not source.asked
+        assert set(range(8)) == set(source.asked_some) if carried is KINDS else set(source.asked_some) <= {5}
+
+
+@pytest.mark.parametrize("how", ["lost", "left out"])
+def test_of_ranks_that_lost_rows_or_left_some_out_no_rows_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run = small_run(tmp_path / "run", elements=64, **LAYOUTS["tp2 dp2, two machines"])
+    observe = run.observe
+
+    def less(rank: int, step: int) -> tuple[npt.NDArray[np.void], EndStep]:
+        rows, end = observe(rank, step)
+        if rank != 1 or step != 3:
+            return rows, end
+        rows = rows[rows["kind"] != Kind.DGRAD]
+        return rows, end if how == "lost" else msgspec.structs.replace(end, num_rows=len(rows), left_out=("dgrad",))
+
+    monkeypatch.setattr(run, "observe", less)
+    run.write(6)
+    run.end()
+    whole, made, source = of_digests(run, tmp_path / "there" / "run")
+    judged_alike(whole, made)
+    is_grad = [one.index for one in whole[3].tensors if one.kind == "dgrad"]
+    assert not whole[3].present[is_grad].all() and whole[2].present[is_grad].all()
+    assert not source.asked and not source.asked_some
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -235,16 +342,16 @@ def test_the_rows_of_some_tensors_are_asked_for_alone_and_once(tmp_path: Path, l
     assert made.rows.tobytes() == whole.rows.tobytes() and source.asked == {1}
 
 
-@pytest.mark.parametrize("change", ["other ranks", "ranks of the other machine", "more inputs than tensors"])
+@pytest.mark.parametrize("change", ["other ranks", "ranks of the other machine", "more rows than tensors"])
 def test_a_digest_that_lies_of_its_ranks_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     def lying(found: NodeDigest | None) -> NodeDigest | None:
         if found is None:
             return None
         others = {"other ranks": 100, "ranks of the other machine": 2 if found.ranks[0].rank == 0 else -2}.get(change, 0)
-        inputs = b"\xff" * 10**6 if not others else b""
-        ranks = [msgspec.structs.replace(one, rank=one.rank + others, inputs=one.inputs or inputs) for one in found.ranks]
+        ids = b"\xff" * 10**6 if not others else b""
+        ranks = [msgspec.structs.replace(one, rank=one.rank + others, row_ids=one.row_ids or ids) for one in found.ranks]
         if not others:
-            ranks = [msgspec.structs.replace(one, inputs=one.inputs + inputs) for one in ranks]
+            ranks = [msgspec.structs.replace(one, row_ids=one.row_ids + ids) for one in ranks]
         return msgspec.structs.replace(found, ranks=tuple(ranks))
 
     told = Elsewhere.digest
@@ -254,10 +361,9 @@ def test_a_digest_that_lies_of_its_ranks_is_not_used(tmp_path: Path, monkeypatch
     run.write(3)
     run.end()
     whole, made, source = of_digests(run, tmp_path / "there" / "run")
-    by_rows, by_digests = Judge(load_pack()), Judge(load_pack())
-    for one, other in zip(whole, made, strict=True):
-        assert by_digests.judge(other.decision, other) == by_rows.judge(one.decision, one)
-        assert other.is_of_digests == (change == "more inputs than tensors") == (other.step not in source.asked)
+    judged_alike(whole, made)
+    for other in made:
+        assert isinstance(other, DigestedStep) == (change == "more rows than tensors") == (other.step not in source.asked)
 
 
 def test_a_step_of_which_too_much_is_not_finite_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,10 +374,8 @@ def test_a_step_of_which_too_much_is_not_finite_has_no_digest(tmp_path: Path, mo
     rows = sum(one.nbytes for one in (part.rows for part in closed_steps(run.directory)[0].parts))
     monkeypatch.setattr(node_digest, "MAX_CARRIED_BYTES", rows // 2)
     whole, made, source = of_digests(run, tmp_path / "there" / "run")
-    assert [one.is_of_digests for one in made] == [True, False, False]
-    by_rows, by_digests = Judge(load_pack()), Judge(load_pack())
-    for one, other in zip(whole, made, strict=True):
-        assert by_digests.judge(other.decision, other) == by_rows.judge(one.decision, one)
+    assert [isinstance(one, DigestedStep) for one in made] == [True, False, False]
+    judged_alike(whole, made)
     assert source.asked == {1, 2}
 
 
@@ -330,7 +434,8 @@ def test_a_digest_of_other_frames_or_another_layout_is_not_used(tmp_path: Path) 
     assert found.sums(view.layout.share_of((0, 1, 2))) is None
     for change in (
         {"stats": found.stats[:-96]}, {"marks": found.marks + bytes(8)}, {"present": b""}, {"has_rows": found.has_rows * 2},
-        {"is_native": not found.is_native}, {"share": bytes(16)}, {"is_bad": b""}, {"first_ranks": b""},
+        {"is_native": not found.is_native}, {"share": bytes(16)}, {"is_bad": b""}, {"is_odd": b""},
+        {"is_lone": found.is_lone * 2}, {"first_ranks": b""},
         {"site_pos": found.site_pos + bytes(4)},
     ):  # fmt: skip
         assert msgspec.structs.replace(found, **change).sums(view.layout.share_of((0, 1, 2, 3))) is None

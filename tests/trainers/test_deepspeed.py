@@ -114,10 +114,8 @@ def are_like(views: list[Any], alone: list[Any], kinds: tuple[str, ...]) -> None
 
 
 def flags_of(view: Any, kind: str) -> int:
-    found = 0
-    for at, tensor in enumerate(view.tensors):
-        found |= int(view.flags[at]) if tensor.kind == kind else 0
-    return found
+    of_kind = [tensor.index for tensor in view.tensors if tensor.kind == kind]
+    return int(np.bitwise_or.reduce(view.rows["flags"][np.isin(view.row_logical, of_kind)]))
 
 
 # -- what every stage and setting owes ---------------------------------------------------------------------------------

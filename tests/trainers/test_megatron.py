@@ -73,8 +73,7 @@ def test_statistics_are_those_of_one_process(name: str, launcher: Launcher, tmp_
     assert [view.step for view in views] == [view.step for view in expected] == [1, 2]
     for at, (view, whole) in enumerate(zip(views, expected, strict=True)):
         assert not view.health
-        for copies, by_rank in view.checksums():
-            assert len(set(by_rank.values())) == 1, view.tensors[copies.index].name
+        assert not view.differing
         for kind in ("param", "wgrad"):
             problems = differences(statistics(view, kind), statistics(whole, kind), rel)
             assert reported(name, problems) == [], f"{kind} of step {view.step}"

@@ -24,7 +24,7 @@ from sentinel.incidents.diagnosis.step_facts import (
     Upstream,
 )
 from sentinel.kinds import ACTIVATION_KINDS, Phase, labels
-from sentinel.moments import tails
+from sentinel.moments import lone_rows, tails
 from sentinel.order.phase import scalar_phase
 from sentinel.record import Flag, Kind
 from sentinel.step_view import NAN_CHECKSUM, Differing, Layout, StepView
@@ -204,14 +204,22 @@ class FactReader:
         return found
 
     def _odd_weights(self, view: StepView, rate: float) -> tuple[OddWeight, ...]:
-        found = []
-        for at in view.lone_weights.tolist()[:MAX_ORIGINS]:
-            row, rank, name = view.rows[at], int(view.row_rank[at]), view.tensors[int(view.row_logical[at])].name
-            of_gradient = self._places(view, "wgrad", [name])
-            rows = np.flatnonzero(np.isin(view.row_logical, of_gradient) & (view.row_rank == rank))
+        found, lone = [], view.lone_weights[:MAX_ORIGINS].tolist()
+        if not lone:
+            return ()
+        gradients = {at: self._places(view, "wgrad", [view.tensors[at].name]) for at in lone}
+        view = view.with_rows_of({*lone, *(one for own in gradients.values() for one in own)})
+        places = lone_rows(view.rows)
+        places = places[np.isin(view.row_logical[places], lone)]
+        # Rows of different tensors are in no order.
+        order = np.lexsort((view.row_logical[places], view.row_rank[places]))
+        for at in places[order][:MAX_ORIGINS].tolist():
+            row, rank, index = view.rows[at], int(view.row_rank[at]), int(view.row_logical[at])
+            rows = np.flatnonzero(np.isin(view.row_logical, gradients[index]) & (view.row_rank == rank))
             found.append(
                 OddWeight(
-                    step=view.step, name=name, rank=rank, value=max(float(row["min"]), float(row["max"]), key=abs),
+                    step=view.step, name=view.tensors[index].name, rank=rank,
+                    value=max(float(row["min"]), float(row["max"]), key=abs),
                     num_elements=int(row["count"]), rate=rate,
                     gradient=float(np.max(_peaks(view.rows[rows]))) if len(rows) else 0.0,
                 )
@@ -390,6 +398,7 @@ def _change(
     view: StepView, index: int, one_rank: int, other_rank: int, one_sum: int, other_sum: int
 ) -> tuple[str, str, int | None]:
     """Return what parts two copies, in a word and in words, and the rank of an absurd value; empty: nothing so simple."""
+    view = view.with_rows_of([index])
     rows = [
         view.rows[np.flatnonzero((view.row_logical == index) & (view.row_rank == rank))] for rank in (one_rank, other_rank)
     ]

@@ -45,6 +45,11 @@ class OwnRowWatch(SeriesWatch):
         its = self.plan(plan.selection)
         plan.judge_rows(lambda view: self.judge(view, its))
 
+    @property
+    def row_kinds(self) -> frozenset[str]:
+        """As of `Watch`."""
+        return self.kinds
+
     def plan(self, selection: SeriesSelection) -> WatchPlan:
         """Return the numbers of the series by tensor, -1 where the rule does not look."""
         takes = selection.takes(self.rule.match, self.kinds)
@@ -63,6 +68,7 @@ class OwnRowWatch(SeriesWatch):
 
     def judge(self, view: StepView, plan: WatchPlan) -> list[Anomaly]:
         """Return the records of one step."""
+        view = view.with_rows_of(np.flatnonzero(plan.slots >= 0).tolist())
         at = self._rows_of(view, plan)
         if not at.size:
             return self.quiet(view)

@@ -47,6 +47,11 @@ class RowWatch(Watch):
         its = self.plan(plan.selection)
         plan.judge_rows(lambda view: self.judge(view, its))
 
+    @property
+    def row_kinds(self) -> frozenset[str]:
+        """As of `Watch`; rows that hold a non-finite value are at hand whatever their kind."""
+        return frozenset() if self.counts_only else self.kinds
+
     def plan(self, selection: SeriesSelection) -> WatchPlan:
         """Return the numbers of the series by tensor, -1 where the rule does not look."""
         takes = selection.takes(self.rule.match, self.kinds)
@@ -63,8 +68,7 @@ class RowWatch(Watch):
     def judge(self, view: StepView, plan: WatchPlan) -> list[Anomaly]:
         """Return the records of one step."""
         self.num_points += view.num_rows
-        if self.counts_only:
-            view = view.with_bad_rows()
+        view = view.with_bad_rows() if self.counts_only else view.with_rows_of(np.flatnonzero(plan.slots >= 0).tolist())
         bad = self._bad_rows(view, plan)
         if bad.size and self.rule.match.rank:
             bad = bad[np.isin(view.row_rank[bad], self.rule.match.rank)]
@@ -137,13 +141,10 @@ class RowWatch(Watch):
         if self.counts_only:
             bad: np.ndarray = view.bad_rows
         else:
-            if not view.num_rows:
+            if not len(view.rows):
                 return np.zeros(0, dtype=np.int64)
-            # Rows that their node has no more are counted, and are not there.
-            rows = np.arange(len(view.rows))
-            values = raw_statistic(view.rows, self.statistic)
-            scores = self.detector.score(values, {})
-            bad = rows[scores.score >= 1.0]
+            scores = self.detector.score(raw_statistic(view.rows, self.statistic), {})
+            bad = np.flatnonzero(scores.score >= 1.0)
         if bad.size:
             logical = view.row_logical[bad]
             bad = bad[(logical >= 0) & (plan.slots[logical] >= 0)]
