@@ -19,6 +19,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import LEAVE_S, STREAM_BYTES, BrokerConfig, connect, ensure_streams, error_words
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.ended_tasks import end_all
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.run_key import UNSIGNED, RunKey
 from sentinel.fleet.sealed import Beat, Published, seal, unseal, unseal_published
@@ -127,7 +128,7 @@ class JoinIntake:
         connecting = asyncio.ensure_future(connect(self._broker, "sentinel join", self._reconnected))
         while not connecting.done():
             if self._is_closing.is_set():
-                connecting.cancel()
+                await end_all([connecting])
                 return
             await asyncio.wait({connecting}, timeout=0.1)
         client = await connecting
@@ -151,12 +152,9 @@ class JoinIntake:
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in tasks:
-                    task.cancel()
-                ended = await asyncio.gather(*tasks, return_exceptions=True)
-            for one in ended:
-                if isinstance(one, Exception):
-                    raise one
+                errors = await end_all(tasks)
+            if errors:
+                raise errors[0]
             await self._give_back(jetstream)
         finally:
             with contextlib.suppress(Exception):

@@ -15,6 +15,7 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_worker_streams, error_words
+from sentinel.fleet.ended_tasks import end_all
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.join_lease import REQUEST_S
 from sentinel.fleet.partition_leases import PartitionLeases
@@ -105,15 +106,14 @@ class PartitionWorker:
         try:
             await self._work()
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            await end_all([looking])
 
     async def _work(self) -> None:
         connecting = asyncio.ensure_future(connect(self._broker, f"sentinel worker {self._leases.owner}", self._reconnected))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
-            connecting.cancel()
+            await end_all([connecting, stopping])
             return
         client = self._client = await connecting
         log.info("worker: copies in %s are made from %s", self.nodes.directory, self._broker.shown)
@@ -126,9 +126,7 @@ class PartitionWorker:
         finally:
             for number in list(self._partitions):
                 await self._let_go(number)
-            for one in tasks:
-                one.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._leases.give_back(client.jetstream(timeout=REQUEST_S)), 2.0)
             with contextlib.suppress(Exception):

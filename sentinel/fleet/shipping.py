@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect, error_words
+from sentinel.fleet.ended_tasks import end_all
 from sentinel.fleet.node_runs import ASKED_BEAT_S, BEAT_S
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Beat, Published, in_messages, seal, seal_published, unseal
@@ -147,7 +148,7 @@ class Shipping:
         if not connecting.done():
             await asyncio.wait({connecting}, timeout=self._drain_s)
         if not connecting.done():
-            connecting.cancel()
+            await end_all([connecting, stopping])
             return False
         client = await connecting
         log.info("%s: shipping %s to %s", self._runs.who, self._runs.directory, self._broker.shown)
@@ -159,15 +160,11 @@ class Shipping:
             try:
                 is_drained = await self._ship(client)
             finally:
-                beating.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await beating
+                await end_all([beating])
             await self._say(client, is_leaving=is_drained)
             return is_drained
         finally:
-            stopping.cancel()
-            for task in self._flying:
-                task.cancel()
+            await end_all([stopping, *self._flying])
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(client.close(), 2.0)
 

@@ -249,7 +249,12 @@ def test_of_copies_that_differ_for_good_their_rows_alone_are_asked_for(
     run.end()
     whole, made, source = of_digests(run, tmp_path / "there" / "run")
     found = judged_alike(whole, made)
-    (one,) = [anomaly for of_step in found for anomaly in of_step if anomaly.rule == "replica-divergence" and anomaly.event == "onset"]
+    (one,) = [
+        anomaly
+        for of_step in found
+        for anomaly in of_step
+        if anomaly.rule == "replica-divergence" and anomaly.event == "onset"
+    ]
     assert (one.step, one.rank) == (4, rank)
     assert all(len(view.differing) == (step >= 4) for step, view in enumerate(made))
     assert not source.asked

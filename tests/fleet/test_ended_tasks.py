@@ -1,0 +1,62 @@
+"""Tasks that are to end do, also one that loses a cancellation to a result that comes at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sentinel.fleet import ended_tasks
+from sentinel.fleet.ended_tasks import end_all
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_tasks, "AGAIN_S", 0.01)
+
+
+def test_a_task_that_loses_its_cancellation_ends() -> None:
+    async def work() -> tuple[int, list[BaseException]]:
+        answered, num_waits = asyncio.Event(), 0
+
+        async def waits() -> None:
+            nonlocal num_waits
+            while True:
+                num_waits += 1
+                await asyncio.wait_for(answered.wait(), 60.0)
+                answered.clear()
+
+        async def is_stubborn() -> None:
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                await asyncio.sleep(60.0)
+
+        tasks = [asyncio.ensure_future(waits()), asyncio.ensure_future(is_stubborn())]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        answered.set()
+        await asyncio.sleep(0)
+        errors = await end_all(tasks)
+        assert all(one.cancelled() for one in tasks)
+        return num_waits, errors
+
+    num_waits, errors = asyncio.run(asyncio.wait_for(work(), 10.0))
+    assert num_waits >= 1 and errors == []
+
+
+def test_the_errors_of_those_that_failed_are_returned() -> None:
+    async def work() -> list[BaseException]:
+        async def fails() -> None:
+            raise ValueError("no")
+
+        async def ends() -> int:
+            return 1
+
+        tasks = [asyncio.ensure_future(one) for one in (fails(), ends(), asyncio.sleep(60.0))]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await end_all(tasks)
+
+    (error,) = asyncio.run(work())
+    assert isinstance(error, ValueError)
+    assert asyncio.run(end_all([])) == []
