@@ -26,6 +26,7 @@ class SyntheticValues:
         self._elements = elements
         self._seed = seed
         self._poisoned_from: int | None = None
+        self._birthplaces: dict[Nan, Place] = {}
 
     def rows(self, table: Table, step: int) -> npt.NDArray[np.void]:
         """Return the rows of one rank's step, one an observation: [observations] ROW_DTYPE."""
@@ -98,6 +99,12 @@ class SyntheticValues:
         return self._tables[rank].descriptor.place
 
     def _birthplace(self, fault: Nan) -> Place:
+        found = self._birthplaces.get(fault)
+        if found is None:
+            found = self._birthplaces[fault] = self._found_birthplace(fault)
+        return found
+
+    def _found_birthplace(self, fault: Nan) -> Place:
         holders = [table.descriptor.place for table in self._tables if fault.module in table.module]
         chosen = [place for place in holders if fault.rank in (None, place.rank)]
         if not chosen:
