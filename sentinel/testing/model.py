@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -107,13 +108,19 @@ class SyntheticModel:
 
     def position(self, module: str) -> int:
         """Return the place of a module's output in the forward order of all sites; ValueError: no such module."""
-        at = 0
-        for stage in range(self.num_depths):
-            for name, is_input in self._local_sites(stage):
-                if not is_input and self._canonical(name, stage) == module:
-                    return at
-                at += 1
-        raise ValueError(f"no module {module!r}")
+        found = self._positions.get(module)
+        if found is None:
+            raise ValueError(f"no module {module!r}")
+        return found
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        every = [(stage, *site) for stage in range(self.num_depths) for site in self._local_sites(stage)]
+        found: dict[str, int] = {}
+        for at, (stage, name, is_input) in enumerate(every):
+            if not is_input:
+                found.setdefault(self._canonical(name, stage), at)
+        return found
 
     def places(self) -> list[Place]:
         """Return where each rank is."""
