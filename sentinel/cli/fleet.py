@@ -121,6 +121,7 @@ def _lines(one: NodeStatus) -> list[str]:
         held, at = one.held.get(folder, ("", 0))
         index, acked = one.acked.get(folder, (0, 0))
         lines.append(f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}")
+    lines += [f"  found by this node alone, as no join answers: {printable(what)}" for what in one.found_alone]
     return lines + [f"  blocked: {why}" for why in one.blocked]
 
 

@@ -29,12 +29,20 @@ def node(
 ) -> int:
     """Publish what the ranks of this machine come to in each step, and their spools without the rows.
 
-    DIRECTORY is as of `sentinel ship`, and so is what holds. The join comes to the same, for it asks for the rows of a step
-    that it looks at closely. --rules says of which kinds it always does: a join with other rules asks more often. SIGTERM
-    and SIGINT wait until the join has every row that it has not committed (exit code 0), or for --drain-s (1).
+    DIRECTORY is as of `sentinel ship`, and so is what holds. The join comes to the same, for it asks for the rows of what it
+    looks at closely. --rules says of which kinds it always does: a join with other rules asks more often. While no join
+    answers the ranks of this machine are judged here, for the log and `sentinel fleet status`. SIGTERM and SIGINT wait until
+    the join has every row that it has not committed (exit code 0), or for --drain-s (1).
     """
+    from sentinel.cli.lone_watch import LoneWatch
+    from sentinel.judge.lone_runs import LoneRuns
     from sentinel.rules.engine import Engine
     from sentinel.rules.language.loader import load_pack
 
     begin_log(sys.stderr, log_format, log_level)
-    return publish(directory, broker, node, key, drain_s, Engine(load_pack(list(packs))).row_kinds)
+    pack = load_pack(list(packs))
+    kinds = Engine(pack).row_kinds
+    return publish(
+        directory, broker, node, key, drain_s, kinds,
+        beside=lambda runs: LoneWatch(runs, LoneRuns(runs.directory, pack)),
+    )  # fmt: skip

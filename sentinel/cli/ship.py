@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import click
@@ -71,9 +72,10 @@ def publish(
     drain_s: float,
     digested_kinds: frozenset[str] | None,
     ways: Ways = TO_JOIN,
+    beside: Callable[[NodeRuns], AbstractContextManager[object]] = lambda runs: nullcontext(),
 ) -> int:
     """Publish until a signal; return the exit code. digested_kinds: as of `NodeRuns`; ways: as of `Shipping`; others as
-    the options of `ship`.
+    the options of `ship`. beside: entered meanwhile.
     """
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
@@ -88,4 +90,5 @@ def publish(
         signal.signal(number, lambda *_: shipping.stop())
     # `sentinel fleet up` starts us with SIGTERM held back.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    return 0 if asyncio.run(shipping.run()) else 1
+    with beside(runs):
+        return 0 if asyncio.run(shipping.run()) else 1

@@ -52,6 +52,8 @@ class NodeRun:
         """(join, stamp) of the newest answer; ("", 0): there was none."""
         self.answered = 0
         """The newest beat to which an answer was taken."""
+        self.answered_at = clock()
+        """When an answer was taken last, or it began."""
         self.refused: dict[str, float] = {}
         """What was not believed, in words -> when last."""
         self.told_all, self.told_to = -math.inf, ""

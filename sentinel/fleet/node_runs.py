@@ -7,7 +7,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
@@ -52,6 +52,11 @@ BUSY_S = 1.0
 """So long behind anything but heartbeats a node speaks several times a second."""
 SAID_S = 60.0
 """For so long beats say what was not believed."""
+UNANSWERED_S = 30.0
+"""A run of which no join has said anything for so long is judged by no one. Too small: the next join begins meanwhile; too
+large: nobody sees what goes wrong."""
+IDLE_S = 120.0
+"""A run in whose spools nothing was written for so long is over, or will say for itself when it goes on."""
 MAX_NEXT_BYTES = 8 * 2**20
 MAX_SPOOLS = 512
 """Most spools of a run of which one beat speaks: those that wait first, then the newest."""
@@ -93,6 +98,8 @@ class NodeRuns:
         self._told: set[str] = set()
         self._busy_until, self._asked_until = clock() + BUSY_S, 0.0
         self._pace_s = HEARTBEATS_S
+        self.found_alone: Mapping[str, tuple[str, ...]] = {}
+        """Run -> what was found in it on this machine while no join answers, in words."""
 
     @property
     def who(self) -> str:
@@ -208,6 +215,18 @@ class NodeRuns:
         """Frames of rows that the join has not got, and not committed, as it said last."""
         return sum(spool.num_away for run in self._runs.values() for spool in run.spools.values() if not spool.refused)
 
+    def unanswered(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return run -> folder of a spool -> what is committed of it, of runs that train and of which no join has said
+        anything for `UNANSWERED_S`. For any thread.
+        """
+        now, wall, found = self._clock(), time.time(), {}
+        for name, run in list(self._runs.items()):
+            spools = list(run.spools.items())
+            is_silent = now - run.answered_at >= UNANSWERED_S
+            if is_silent and any(wall - spool.written_at < IDLE_S for _, spool in spools):
+                found[name] = {folder: spool.acked for folder, spool in spools}
+        return found
+
     def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:
         """Yield what is to be said of each run."""
         now = self._clock()
@@ -229,7 +248,7 @@ class NodeRuns:
                 version=PLAIN_VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
                 blocked=blocked, is_leaving=is_leaving, number=(self._session, self._num_beats),
                 refused=[why for why, at in run.refused.items() if now - at <= SAID_S], is_ending=is_ending,
-                num_quiet=num_quiet,
+                num_quiet=num_quiet, found_alone=list(self.found_alone.get(name, ())),
             )  # fmt: skip
 
     def _news(
@@ -266,7 +285,7 @@ class NodeRuns:
             # It does not know of all spools yet: all is said with the next beat, and what is new begins with its answer.
             run.told_to = ""
             return
-        run.echo = (answer.join, answer.stamp)
+        run.echo, run.answered_at = (answer.join, answer.stamp), self._clock()
         self._pace_s = min(max(answer.pace_s, HEARTBEATS_S), MAX_PACE_S)
         now, is_lost = self._clock(), False
         self._asked_until = now + ASKED_S if answer.wanted else self._asked_until

@@ -61,6 +61,14 @@ class NodeSpool:
         except OSError:
             return 0.0
 
+    @property
+    def written_at(self) -> float:
+        """When its newest file was written last, seconds since the epoch; 0: not known."""
+        try:
+            return (self.cursor.folder / self.cursor.head()[1].file).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def head(self, now: float) -> SpoolHead:
         """Return what is to be said of it."""
         first, head, waiting = SpoolCursor(self.cursor.folder, self.held or FilePlace()).head()

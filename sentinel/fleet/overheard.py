@@ -46,6 +46,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of which it asked for rows, those among them."""
     blocked: list[str]
     """Why something does not go on, in words."""
+    found_alone: list[str]
+    """What the node found by itself since no join answers, in words."""
     partition: int
     worker: str = ""
     """Which worker passes on what the node says; empty: it speaks to the join itself, or to a worker that is not there."""
@@ -116,5 +118,5 @@ def _status(beat: Beat, answer: Answer | None, *, is_unheard: bool) -> NodeStatu
         num_steps_of_digests=answer.num_steps[0] if answer is not None else 0,
         num_steps_of_rows=answer.num_steps[1] if answer is not None else 0,
         join=answer.join if answer is not None else "", blocked=blocked, partition=partition, worker=beat.worker,
-        epoch=beat.epoch,
+        epoch=beat.epoch, found_alone=beat.found_alone,
     )  # fmt: skip

@@ -177,6 +177,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Which worker passes it on; empty: the node itself says it."""
     num_quiet: int = 0
     """Spools that it leaves out, for of these nothing but heartbeats came: what was said of them before is true enough."""
+    found_alone: list[str] = []
+    """What the node found by itself since no join answers, in words."""
 
 
 class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,93 @@
+"""LoneRuns: judges what the ranks of one machine do while no join answers it, so that not everything waits for that.
+
+A join that comes back judges all of it, with the ranks of all machines, and tells people: what is found here is for the log
+of the machine, and for `sentinel fleet status`. One machine's ranks may hold a part of a tensor; a NaN is one there too, and
+a part has a past of its own. Who is silent or hangs only the others tell, and is not judged here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
+from sentinel.ingest.merge import ClosedStep
+from sentinel.ingest.steps import StepAssembler
+from sentinel.judge.judge import Judge
+from sentinel.messages import EndStep
+from sentinel.rules.language.schema import Pack
+
+LOOK_S = 2.0
+"""Most seconds of one look at one run: of what was written while nobody looked the rest is for the next."""
+MAX_FOUND = 8
+"""Most incidents of a run that are kept to be said; of a storm the first tell where it began."""
+
+Committed = Mapping[str, tuple[int, int]]
+"""Folder of a spool -> (file index, offset) behind what the join has judged."""
+
+
+class LoneRuns:
+    """Not for several threads at once. Writes nothing."""
+
+    def __init__(self, directory: Path, pack: Pack, clock: Callable[[], float] = time.monotonic) -> None:
+        """directory: of the runs of this machine. pack: the rules of the join."""
+        self._directory, self._pack, self._clock = directory, pack, clock
+        self._runs: dict[str, _LoneRun] = {}
+
+    def look(self, unanswered: Mapping[str, Committed]) -> dict[str, tuple[str, ...]]:
+        """Judge what is new of runs for which no join answers; return run -> what was found since none does, in words.
+
+        Of a run for which one answers again nothing is kept. unanswered: run -> what its join has judged.
+        """
+        for name in self._runs.keys() - unanswered.keys():
+            del self._runs[name]
+        for name, committed in unanswered.items():
+            if name not in self._runs:
+                self._runs[name] = _LoneRun(self._directory / name, self._pack, committed)
+        return {name: run.look(self._clock) for name, run in self._runs.items()}
+
+
+class _LoneRun:
+    def __init__(self, run_dir: Path, pack: Pack, committed: Committed) -> None:
+        self._committed = dict(committed)
+        self._follower = RunFollower(
+            run_dir, on_problem=_nobody, first_file=lambda folder: self._committed.get(folder, (0, 0))[0]
+        )
+        self._assembler = StepAssembler(run_dir.name)
+        self._judge = Judge(pack)
+        self._judged = (-1, -1)
+        """(attempt, step) up to which the join has judged: these steps are a past, and no news."""
+        self._found: dict[str, str] = {}
+        """Id of an incident -> what is said of it."""
+
+    def look(self, clock: Callable[[], float]) -> tuple[str, ...]:
+        """Judge what is new, for a while; return what was found so far."""
+        begun = clock()
+        while records := self._follower.poll():
+            self._assembler.take(records, clock())
+            for record in records:
+                self._note_judged(record)
+            if clock() - begun >= LOOK_S:
+                break
+        for view in self._assembler.close(clock(), self._follower.behind):
+            if isinstance(view, ClosedStep):
+                self._take(view)
+        return tuple(self._found.values())
+
+    def _note_judged(self, record: SpoolRecord) -> None:
+        if isinstance(record.message, EndStep):
+            incarnation = record.incarnation
+            if record.begin < self._committed.get(incarnation.folder, (0, 0)):
+                self._judged = max(self._judged, (incarnation.attempt or 0, record.frame.header.step))
+
+    def _take(self, view: ClosedStep) -> None:
+        for incident in self._judge.judge(view.decision, view).incidents:
+            is_news = (view.attempt, incident.opened_step) > self._judged
+            if is_news and incident.paged and incident.nature != "liveness" and len(self._found) < MAX_FOUND:
+                self._found.setdefault(incident.id, f"{incident.severity.value}: {incident.title}")
+
+
+def _nobody(problem: str) -> None:
+    """What is wrong with a spool the join says, once there is one."""

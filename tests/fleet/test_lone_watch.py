@@ -1,0 +1,126 @@
+"""While no join answers, a machine judges its own ranks, and says what it finds; what a join has judged it does not say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sentinel.cli.lone_watch import LoneWatch
+from sentinel.fleet import node_runs
+from sentinel.fleet.node_runs import UNANSWERED_S, NodeRuns
+from sentinel.fleet.sealed import Answer, FilePlace, SpoolHeld
+from sentinel.ingest.follow import RunFollower
+from sentinel.judge.lone_runs import LoneRuns
+from sentinel.messages import EndStep
+from sentinel.rules.language.loader import load_pack
+from sentinel.testing import LossJump, Nan, SyntheticRun
+
+from ..support.fleet_parts import Clock, go_on, split
+from ..support.serving import small_run
+
+
+class Machine:
+    """The second of two nodes, which has ranks 2 and 3 of a run, and what is said there."""
+
+    def __init__(self, where: Path) -> None:
+        self.run: SyntheticRun = small_run(where / "whole" / "run", pp=1, dp=2, tp=2, layers=2)
+        self.run.plant(
+            Nan(step=5, module="layers.0.mlp", rank=3), Nan(step=40, module="layers.1.mlp", rank=3),
+            LossJump(step=46, factor=50.0),
+        )  # fmt: skip
+        self.run.write(38)
+        self.nodes = split(self.run.directory, where, 2)
+        self.clock = Clock()
+        self.runs = NodeRuns(self.nodes[1], "node1", clock=self.clock)
+        self.runs.discover()
+        self.watch = LoneWatch(self.runs, LoneRuns(self.nodes[1], load_pack(), self.clock))
+
+    def train(self, num_steps: int) -> None:
+        self.run.write(num_steps)
+        go_on(self.run, self.nodes)
+
+    def hear(self, *, judged_step: int) -> None:
+        """Have a join answer that it has judged so far."""
+        ends: dict[str, tuple[int, int]] = {}
+        for record in RunFollower(self.nodes[1] / "run").poll():
+            if isinstance(record.message, EndStep) and record.frame.header.step <= judged_step:
+                ends[record.incarnation.folder] = (record.frame.file_index, record.frame.offset_after)
+        self.runs.take_answer(
+            Answer(
+                version=1, join="j1", stamp=int(self.clock.now * 1e9), node="node1", run="run",
+                spools={folder: SpoolHeld(FilePlace(), acked) for folder, acked in ends.items()},
+            )
+        )  # fmt: skip
+
+    def looks(self, caplog: pytest.LogCaptureFixture, after_s: float = 1.0) -> list[str]:
+        """Look a while later; return what is said."""
+        caplog.clear()
+        self.clock.now += after_s
+        with caplog.at_level(logging.INFO, "sentinel.fleet"):
+            self.watch.look()
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "alone" in record.getMessage() or "join" in record.getMessage()
+        ]
+
+
+def test_what_goes_wrong_while_no_join_answers_is_said_once_and_nothing_of_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path)
+    machine.hear(judged_step=30)
+    assert machine.looks(caplog, UNANSWERED_S - 2) == [] and not machine.runs.found_alone
+    (begun,) = machine.looks(caplog, 3)
+    assert "no join has answered for 30 s" in begun and "run run" in begun
+    # The NaN of step 5 was told by the join.
+    assert machine.runs.found_alone == {"run": ()}
+
+    machine.train(6)
+    (found,) = machine.looks(caplog)
+    assert "run run: found by this machine alone: critical: NaN born in layers.1.mlp" in found and "step 40" in found
+    assert machine.looks(caplog) == [] and len(machine.runs.found_alone["run"]) == 1
+    (beat,) = machine.runs.beats()
+    assert beat.found_alone == list(machine.runs.found_alone["run"])
+
+    machine.hear(judged_step=42)
+    (back,) = machine.looks(caplog)
+    assert "a join answers again" in back and not machine.runs.found_alone
+    (beat,) = machine.runs.beats()
+    assert beat.found_alone == []
+
+    # It was told meanwhile by that join, and the loss jumps after that one has fallen silent too.
+    machine.train(6)
+    (begun, found) = machine.looks(caplog, UNANSWERED_S + 1)
+    assert "no join has answered" in begun and "found by this machine alone: critical: loss" in found.replace("Loss", "loss")
+
+
+def test_a_run_of_a_machine_that_no_join_ever_heard_is_judged_from_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path)
+    said = machine.looks(caplog, UNANSWERED_S + 1)
+    assert len(said) == 2 and "layers.0.mlp" in said[1]
+
+
+def test_runs_that_are_over_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(tmp_path)
+    old = time.time() - node_runs.IDLE_S - 5
+    for path in machine.nodes[1].rglob("*.spool"):
+        os.utime(path, (old, old))
+    assert machine.looks(caplog, UNANSWERED_S + 1) == [] and machine.runs.unanswered() == {}
+
+
+def test_what_fails_beside_it_does_not_end_the_shipping(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path)
+    monkeypatch.setattr("sentinel.cli.lone_watch.LOOK_S", 0.01)
+    monkeypatch.setattr(machine.runs, "unanswered", lambda: 1 / 0)
+    with machine.watch:
+        machine.watch._thread.join(10.0)
+    assert "is not judged here any more" in caplog.text and not machine.runs.found_alone
