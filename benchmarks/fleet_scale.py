@@ -52,7 +52,17 @@ from sentinel.daemon.run_turns import PlainTurns
 from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.copied_runs import IDLE_NODES_A_SECOND, CopiedRuns
 from sentinel.fleet.node_runs import BEAT_S, NodeRuns
-from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, in_messages, seal, seal_published, unseal, unseal_published
+from sentinel.fleet.sealed import (
+    Answer,
+    Beat,
+    DigestPiece,
+    SpoolChunk,
+    in_messages,
+    seal,
+    seal_published,
+    unseal,
+    unseal_published,
+)
 from sentinel.judge.packs import RulePacks
 from sentinel.messages import Heartbeat
 from sentinel.rules.engine import Engine
@@ -244,11 +254,11 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
     began = time.process_time()
     run: ServedRun | None = None
     turns_s, verdicts, num_judged = 0.0, list[float](), 0
-    told = Told()
+    told, digested_at, waits = Told(), 0.0, list[float]()
 
     def turn() -> None:
         """Have the run judge what came since."""
-        nonlocal run, turns_s
+        nonlocal run, turns_s, digested_at
         if run is None and (joined / "run" / "spool").is_dir():
             run = ServedRun(
                 RunPaths.of(joined / "run"), DaemonConfig(), packs, arrivals=lambda: copies.arrivals("run"),
@@ -259,6 +269,9 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
             pass
         turns_s += time.process_time() - begun
         verdicts.extend(at - begun for at in told.at[num_before:])
+        if len(told.at) > num_before:
+            waits.append(told.at[-1] - digested_at)
+            digested_at = 0.0
 
     warm_s = 0.0
     is_steady = False
@@ -273,12 +286,16 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
             is_steady = True
             warm_s, began, turns_s, num_judged = time.process_time() - began, time.process_time(), 0.0, len(told.at)
             verdicts.clear()
+            waits.clear()
             continue
         if is_beat:
             if (answer := copies.take_beat(unseal(data, Beat), is_drained=True)) is not None:
                 seal(answer)
             continue
+        begun = time.process_time()
         for one in unseal_published(data):
+            if isinstance(one, DigestPiece):
+                digested_at = digested_at or begun
             copies.take(one)
     copies.release()
     turn()
@@ -289,6 +306,7 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
     found = {
         "intake_s": took - turns_s, "warm_s": warm_s, "judged_s": turns_s,
         "num_judged": len(told.at) - num_judged, "longest_s": max(verdicts), "verdicts": verdicts,
+        "told_s": max(waits),
         "num_digested": rows.num_steps,
         "num_fetched": rows.num_fetched, "most_bytes": _most_bytes(),
         "run_bytes": _bytes_now() - before,
@@ -338,7 +356,8 @@ def measured(
         f"{num_nodes:6}{ranks:8}{rows:10}{nodes['published'] / nodes['spooled']:8.3f}"
         f"{1e6 * nodes['node_s'] / (rows * steps):10.2f}"
         f"{1e3 * found['intake_s'] / steps:10.1f}{found['warm_s']:8.2f}{1e3 * found['judged_s'] / steady:10.1f}"
-        f"{1e3 * found['longest_s']:10.1f}{1e3 * cost_s / num_nodes:10.3f}{found['most_bytes'] / 2**20:8.0f}"
+        f"{1e3 * found['longest_s']:10.1f}{1e3 * found['told_s']:10.1f}"
+        f"{1e3 * cost_s / num_nodes:10.3f}{found['most_bytes'] / 2**20:8.0f}"
         f"{found['run_bytes'] / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
         flush=True,
     )
@@ -370,7 +389,7 @@ def main() -> None:
         return
     print(
         f"{'nodes':>6}{'ranks':>8}{'rows':>10}{'bytes':>8}{'node us':>10}{'intake ms':>10}{'warm s':>8}{'judge ms':>10}"
-        f"{'longest':>10}{'ms/node':>10}{'MiB':>8}{'B/row':>8}{'digs':>6}{'rows':>6}"
+        f"{'longest':>10}{'told':>10}{'ms/node':>10}{'MiB':>8}{'B/row':>8}{'digs':>6}{'rows':>6}"
     )
     options = ["--collector"] if given.collector else []
     shape = (given.steps, given.layers, given.step_s, given.paced_as, given.nan)

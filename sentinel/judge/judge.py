@@ -191,7 +191,7 @@ def truncate(anomalies: Sequence[Anomaly], most: int, num_unmade: int = 0) -> li
         severity=worst,
         value=None,
         message=f"{len(left_out) + num_unmade} more anomalies of step {first.step} were not written: at most {most} are"
-        + (f", and of one tensor the first {row_watch.MAX_PLACES} ranks and micro-steps" if num_unmade else ""),
+        + (f", and of one tensor the first ranks and micro-steps, at most {row_watch.MAX_PLACES}" if num_unmade else ""),
         time=max(one.time for one in anomalies),
         event="truncated",
         count=len(left_out) + num_unmade,

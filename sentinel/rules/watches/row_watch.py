@@ -29,6 +29,9 @@ MAX_PLACES = 64
 """Ranks and micro-steps of one tensor that are recorded one by one, those that came first before others. Once a weight is
 not finite all of a job's ranks hold it, millions of rows, and a record of each says nothing more. Too small: a rank that
 another problem befalls is not named; too large: the step of a NaN in a large job is judged for minutes."""
+MAX_FRESH = 8192
+"""New records of a rule in one step: where more tensors are bad, fewer of each are recorded. As of `MAX_PLACES`; of a step
+1,000 anomalies are written."""
 _MASKED = (labels(ELEMENT_KINDS) & labels(FORWARD_KINDS)) | {"attention"}
 """Kinds that may hold minus infinity by design: scores before a softmax, and what passes modules on the way to it."""
 
@@ -89,7 +92,7 @@ class RowWatch(Watch):
 
     def _kept(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> np.ndarray:
         """Return the positions of the keys that are looked at, rising: open ones, and of each series the first to come while
-        there are fewer than `MAX_PLACES`."""
+        there are fewer than `MAX_PLACES`, and of all series `MAX_FRESH` new ones at most, but one of each."""
         is_open = self.episodes.locate(key) >= 0
         rows = view.rows[bad]
         call = np.where(rows["bad_call_id"] != NONE_ID, rows["bad_call_id"], rows["call_id"])
@@ -99,7 +102,8 @@ class RowWatch(Watch):
         series, series_open = key[order] >> SERIES_SHIFT, self.episodes.key >> SERIES_SHIFT
         place = np.arange(len(order)) - np.searchsorted(series, series)
         place += np.searchsorted(series_open, series, "right") - np.searchsorted(series_open, series)
-        is_open[order[place < MAX_PLACES]] = True
+        num_series = int(np.count_nonzero(series[1:] != series[:-1])) + 1
+        is_open[order[place < min(MAX_PLACES, max(1, MAX_FRESH // num_series))]] = True
         return np.flatnonzero(is_open)
 
     def _emit(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> list[Anomaly]:

@@ -63,7 +63,7 @@ def test_the_first_of_each_tensor_are_recorded_and_the_rest_is_counted(
             assert [note.count for note in notes(few)] == [left_out] and notes(few)[0].severity is Severity.CRITICAL
             assert notes(few)[0].message == (
                 f"{left_out} more anomalies of step 2 were not written: at most 1000000 are, and of one tensor the first "
-                "3 ranks and micro-steps"
+                "ranks and micro-steps, at most 3"
             )
             # The one that came first is among them, and so the incident names the same cause.
             assert min(onsets(whole), key=lambda one: one.call_id or 0).rank == 5
@@ -71,6 +71,23 @@ def test_the_first_of_each_tensor_are_recorded_and_the_rest_is_counted(
             assert [one.title for one in whole.incidents] == [one.title for one in few.incidents]
         if step > 3:
             assert not onsets(few) and not notes(few), "told once"
+
+
+def test_where_many_tensors_are_bad_fewer_of_each_are_recorded_and_the_first_of_each_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = a_run(tmp_path, Nan(step=2, module="layers.0.mlp", rank=5, is_skipped=False))
+    every = judged(views)
+    for most in (1, 60, 10**6):
+        monkeypatch.setattr(row_watch, "MAX_FRESH", most)
+        some = judged(views)
+        for whole, few in zip(every, some, strict=True):
+            assert len(onsets(few)) <= max(most, len({(one.kind, one.tag_name) for one in onsets(whole)}))
+            assert [one.title for one in whole.incidents] == [one.title for one in few.incidents]
+        known, kept = onsets(every[2]), onsets(some[2])
+        assert {(one.kind, one.tag_name) for one in kept} == {(one.kind, one.tag_name) for one in known}
+        assert sum(note.count for note in notes(some[2])) == len(known) - len(kept)
+        assert (kept == known) == (most == 10**6)
 
 
 def test_a_place_that_is_well_again_is_free_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
