@@ -31,7 +31,7 @@ from sentinel.fleet.spool_cursor import are_heartbeats
 from sentinel.ingest.arrivals import Arrivals
 from sentinel.printable import printable
 from sentinel.store.run_paths import runs_in
-from sentinel.wire.spool import parse_incarnation_folder
+from sentinel.wire.spool import parse_incarnation_folder, read_ack
 
 EXPIRES_S = 30.0
 """An answer to a beat that was sent longer ago is not believed, where answers are signed."""
@@ -216,7 +216,7 @@ class NodeRuns:
         return sum(spool.num_away for run in self._runs.values() for spool in run.spools.values() if not spool.refused)
 
     def unanswered(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return run -> folder of a spool -> what is committed of it, of runs that train and of which no join has said
+        """Return run -> folder of a spool -> what a join has committed of it, of runs that train and of which none has said
         anything for `UNANSWERED_S`. For any thread.
         """
         now, wall, found = self._clock(), time.time(), {}
@@ -224,7 +224,7 @@ class NodeRuns:
             spools = list(run.spools.items())
             is_silent = now - run.answered_at >= UNANSWERED_S
             if is_silent and any(wall - spool.written_at < IDLE_S for _, spool in spools):
-                found[name] = {folder: spool.acked for folder, spool in spools}
+                found[name] = {folder: read_ack(spool.cursor.folder) for folder, spool in spools}
         return found
 
     def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:

@@ -144,7 +144,10 @@ class Shipping:
         self._loop = asyncio.get_running_loop()
         connecting = asyncio.ensure_future(connect(self._broker, f"sentinel ship {self._runs.who}"))
         stopping = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        while not connecting.done() and not stopping.done():
+            # What is there is known without a broker, too: it may be judged here meanwhile.
+            self._runs.discover()
+            await asyncio.wait({connecting, stopping}, timeout=DISCOVER_S, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
             await asyncio.wait({connecting}, timeout=self._drain_s)
         if not connecting.done():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 
 from sentinel.cli.lone_watch import LoneWatch
 from sentinel.fleet import node_runs
+from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.node_runs import UNANSWERED_S, NodeRuns
 from sentinel.fleet.sealed import Answer, FilePlace, SpoolHeld
+from sentinel.fleet.shipping import Shipping
 from sentinel.ingest.follow import RunFollower
 from sentinel.judge.lone_runs import LoneRuns
 from sentinel.messages import EndStep
@@ -20,7 +24,9 @@ from sentinel.rules.language.loader import load_pack
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
 from ..support.fleet_parts import Clock, go_on, split
+from ..support.ports import free_port
 from ..support.serving import small_run
+from ..support.waiting import wait_for
 
 
 class Machine:
@@ -106,6 +112,23 @@ def test_a_run_of_a_machine_that_no_join_ever_heard_is_judged_from_its_beginning
     machine = Machine(tmp_path)
     said = machine.looks(caplog, UNANSWERED_S + 1)
     assert len(said) == 2 and "layers.0.mlp" in said[1]
+
+
+def test_a_node_that_begins_while_there_is_no_broker_knows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_runs, "UNANSWERED_S", 0.0)
+    machine = Machine(tmp_path)
+    runs = NodeRuns(machine.nodes[1], "node1")
+    shipping = Shipping(runs, BrokerConfig(server=f"nats://127.0.0.1:{free_port()}"), drain_s=0.1)
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(asyncio.run(shipping.run())), daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: bool(runs.unanswered()))
+        assert len(runs.unanswered()["run"]) == 2
+    finally:
+        shipping.stop()
+        thread.join(60.0)
+    assert ended == [False]
 
 
 def test_runs_that_are_over_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
