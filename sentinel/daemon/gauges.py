@@ -136,9 +136,9 @@ class RunGauges:
         if not len(bad):
             return
         num_nan, num_inf = np.zeros(len(view.tensors), np.int64), np.zeros(len(view.tensors), np.int64)
-        rows, logical = view.rows[bad], view.row_logical[bad]
-        np.add.at(num_nan, logical, rows["num_nan"])
-        np.add.at(num_inf, logical, rows["num_pos_inf"] + rows["num_neg_inf"])
+        rows, logical = view.rows, view.row_logical[bad]
+        np.add.at(num_nan, logical, rows["num_nan"][bad])
+        np.add.at(num_inf, logical, rows["num_pos_inf"][bad] + rows["num_neg_inf"][bad])
         for key, at in self._groups_of(view).items():
             nans, infs = self._bad.get(key, (0, 0))
             self._bad[key] = (nans + int(num_nan[at].sum()), infs + int(num_inf[at].sum()))

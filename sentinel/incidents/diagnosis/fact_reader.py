@@ -6,6 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,19 @@ of the tail hides that; larger: a few large elements pass for all."""
 _RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
 _SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
 _FORWARD = tuple(int(kind) for kind in ACTIVATION_KINDS)
+
+
+class _Forward(NamedTuple):
+    """[entries] each: of each tensor of the forward and each replica that measured it, tensors rising, then replicas."""
+
+    tensor: np.ndarray
+    lane: np.ndarray
+    rms: np.ndarray
+    """The largest of its rows."""
+    peak: np.ndarray
+    """The same of the largest value without its sign."""
+    was_bad: np.ndarray
+    """Whether any of its rows holds a non-finite value."""
 
 
 class FactReader:
@@ -178,9 +192,12 @@ class FactReader:
 
     def _outliers(self, view: StepView, onsets: Sequence[Anomaly]) -> dict[str, Outlier]:
         names = {one.tag_name for one in onsets if one.kind == "activation" and not is_nonfinite(one)}
-        view = view.carrying(_OF_FORWARD) if names else view
         found: dict[str, Outlier] = {}
-        for index in self._places(view, "activation", names)[:MAX_ORIGINS] if names else ():
+        indices = self._places(view, "activation", names)[:MAX_ORIGINS] if names else []
+        if not indices:
+            return found
+        view, forward = view.carrying(_OF_FORWARD), self._forward(view)
+        for index in indices:
             tensor = view.tensors[index]
             at = np.flatnonzero(view.row_logical == index)
             lanes, peaks, shares = self._lane_of[view.row_rank[at]], _peaks(view.rows[at]), tails(view.rows[at])
@@ -199,7 +216,7 @@ class FactReader:
                 lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
                 is_alone=bool(shares[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
                 num_before=int(np.count_nonzero(before)),
-                upstream=self._past(view, tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
+                upstream=self._past(view, forward, tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
             )  # fmt: skip
         return found
 
@@ -235,23 +252,27 @@ class FactReader:
         if not len(at) or self._num_lanes < 2:
             return found
         logical, lanes = view.row_logical[at], self._lane_of[view.row_rank[at]]
-        order = np.lexsort((lanes, logical, view.site_pos[logical], self._depth[logical]))
+        # In forward order, and of one tensor by replica.
+        place = np.argsort(np.lexsort((view.site_pos, self._depth)))
+        order = np.argsort(place[logical] * (int(lanes.max()) + 1) + lanes, kind="stable")
         logical, lanes, at = logical[order], lanes[order], at[order]
-        some = view.rows[at]
+        fields = {name: view.rows[name][at] for name in ("m2", "count", "mean")}
         with np.errstate(all="ignore"):
-            rms = np.sqrt(some["m2"] / np.maximum(some["count"].astype(np.float64), 1.0) + some["mean"] ** 2)
+            rms = np.sqrt(fields["m2"] / np.maximum(fields["count"].astype(np.float64), 1.0) + fields["mean"] ** 2)
         ends = np.flatnonzero(np.r_[logical[1:] != logical[:-1], True]) + 1
         begin = 0
         for end in ends.tolist():
             tensor, values = view.tensors[int(logical[begin])], rms[begin:end]
-            for own in np.flatnonzero(np.isfinite(values)).tolist() if end - begin > 1 else ():
+            if end - begin > 1:
                 # Of three and more the middle one; of two, the other.
-                lane = int(lanes[begin + own])
-                usual = float(np.median(values if end - begin > 2 else np.delete(values, own)))
-                times = float(values[own]) / usual if usual > 0.0 else 1.0
-                if lane not in found and not 1.0 / APART <= times <= APART:
-                    front = is_entry(tensor.depth, tensor.border, tensor.segment)
-                    found[lane] = ReplicaDeviation(name=tensor.name, times=times, is_entry=front)
+                usual = values[::-1] if end - begin == 2 else np.full(end - begin, np.median(values))
+                with np.errstate(all="ignore"):
+                    times = np.where(usual > 0.0, values / usual, 1.0)
+                    is_apart = np.isfinite(values) & ~((times >= 1.0 / APART) & (times <= APART))
+                front = is_entry(tensor.depth, tensor.border, tensor.segment)
+                for own in np.flatnonzero(is_apart).tolist():
+                    deviation = ReplicaDeviation(name=tensor.name, times=float(times[own]), is_entry=front)
+                    found.setdefault(int(lanes[begin + own]), deviation)
             begin = end
         return found
 
@@ -261,28 +282,35 @@ class FactReader:
         if not len(bad):
             return {}
         rows = view.rows
-        some = rows[bad]
-        meant = (some["num_nan"] == 0) & (some["num_pos_inf"] == 0)
-        bad = bad[np.isin(some["kind"], _FORWARD) & ~meant & (view.row_logical[bad] >= 0)]
-        logical, ranks = view.row_logical[bad], view.row_rank[bad]
+        meant = (rows["num_nan"][bad] == 0) & (rows["num_pos_inf"][bad] == 0)
+        bad = bad[np.isin(rows["kind"][bad], _FORWARD) & ~meant & (view.row_logical[bad] >= 0)]
+        logical, lanes = view.row_logical[bad], self._lane_of[view.row_rank[bad]]
         # An input stands before the output of the same site.
         is_output = rows["kind"][bad] != int(Kind.ACTIVATION_IN)
-        order = np.lexsort((ranks, is_output, view.site_pos[logical], self._depth[logical]))
-        lanes = self._lane_of[ranks[order]]
-        some_lanes, first = np.unique(lanes, return_index=True)
-        pairs = zip(some_lanes[:MAX_ORIGINS], first[:MAX_ORIGINS], strict=True)
-        return {int(lane): int(bad[order[at]]) for lane, at in pairs}
+        place = (self._depth[logical] << 34) + (view.site_pos[logical] << 1) + is_output
+        first_place = np.full(int(lanes.max(initial=0)) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(first_place, lanes, place)
+        # Of these the lowest rank's, for ranks rise along the rows.
+        is_first = place == first_place[lanes]
+        some_lanes, first = np.unique(lanes[is_first], return_index=True)
+        pairs = zip(some_lanes[:MAX_ORIGINS], bad[is_first][first[:MAX_ORIGINS]], strict=True)
+        return {int(lane): int(at) for lane, at in pairs}
 
     def _bad(self, view: StepView) -> tuple[FirstBad, ...]:
         found, view = [], view.with_bad_rows()
-        for lane, at in self._first_bad(view).items():
+        first_bad = self._first_bad(view)
+        if not first_bad:
+            return ()
+        forward = self._forward(view)
+        for lane, at in first_bad.items():
             row, tensor = view.rows[at], view.tensors[int(view.row_logical[at])]
             num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
             found.append(
                 FirstBad(
                     lane=lane, rank=int(view.row_rank[at]), kind=tensor.kind, name=tensor.name, segment=tensor.segment,
                     border=tensor.border, depth=tensor.depth, dtype=tensor.dtype, num_bad=num_nan + num_inf,
-                    is_inf=num_nan == 0, upstream=self._past(view, tensor.depth, int(view.site_pos[tensor.index]), lane),
+                    is_inf=num_nan == 0,
+                    upstream=self._past(view, forward, tensor.depth, int(view.site_pos[tensor.index]), lane),
                 )
             )  # fmt: skip
         return tuple(found)
@@ -298,32 +326,37 @@ class FactReader:
                     found[one.id] = upstream
         return found
 
-    def _past(self, view: StepView, depth: int, position: int, lane: int) -> Upstream:
-        """Hold what a replica measured in forward before a place against the other replicas'."""
+    def _forward(self, view: StepView) -> _Forward:
+        """Return what each replica measured of each tensor of the forward."""
         view = view.carrying(_OF_FORWARD)
         rows = view.rows
-        is_earlier = (self._depth < depth) | ((self._depth == depth) & (view.site_pos < position))
-        before = self._is_forward & is_earlier
-        mine = np.isin(rows["kind"], _FORWARD) & (view.row_logical >= 0)
-        at = np.flatnonzero(mine)
-        at = at[before[view.row_logical[at]]]
+        at = np.flatnonzero(np.isin(rows["kind"], _FORWARD) & (view.row_logical >= 0))
+        at = at[self._is_forward[view.row_logical[at]]]
         if not len(at):
-            return Upstream(num_measured=0, num_blocks=0)
-        some = rows[at]
-        count = np.maximum(some["count"].astype(np.float64), 1.0)
+            none = np.zeros(0, np.int64)
+            return _Forward(none, none, np.zeros(0), np.zeros(0), none.astype(np.bool_))
+        logical, lanes = view.row_logical[at].astype(np.int64), self._lane_of[view.row_rank[at]]
+        order = np.argsort(logical * (int(lanes.max()) + 1) + lanes, kind="stable")
+        at, logical, lanes = at[order], logical[order], lanes[order]
+        count = np.maximum(rows["count"][at].astype(np.float64), 1.0)
         with np.errstate(all="ignore"):
-            rms = np.sqrt(some["m2"] / count + some["mean"] ** 2)
-            peak = np.maximum(np.abs(some["min"]), np.abs(some["max"]))
-        logical = view.row_logical[at]
-        lanes = self._lane_of[view.row_rank[at]]
-        is_bad = (some["num_nan"] | some["num_pos_inf"] | some["num_neg_inf"]) != 0
-        # The largest of each tensor and replica.
-        order = np.lexsort((lanes, logical))
-        logical, lanes = logical[order], lanes[order]
+            rms = np.sqrt(rows["m2"][at] / count + rows["mean"][at] ** 2)
+            peak = np.maximum(np.abs(rows["min"][at]), np.abs(rows["max"][at]))
+        is_bad = (rows["num_nan"][at] | rows["num_pos_inf"][at] | rows["num_neg_inf"][at]) != 0
         starts = np.flatnonzero(np.r_[True, (logical[1:] != logical[:-1]) | (lanes[1:] != lanes[:-1])])
-        largest = [np.maximum.reduceat(values[order], starts) for values in (rms, peak)]
-        was_bad = np.logical_or.reduceat(is_bad[order], starts)
-        of_tensor, of_lane = logical[starts], lanes[starts]
+        return _Forward(
+            logical[starts], lanes[starts], np.maximum.reduceat(rms, starts), np.maximum.reduceat(peak, starts),
+            np.logical_or.reduceat(is_bad, starts),
+        )  # fmt: skip
+
+    def _past(self, view: StepView, forward: _Forward, depth: int, position: int, lane: int) -> Upstream:
+        """Hold what a replica measured in forward before a place against the other replicas'."""
+        is_earlier = (self._depth < depth) | ((self._depth == depth) & (view.site_pos < position))
+        before = is_earlier[forward.tensor]
+        if not before.any():
+            return Upstream(num_measured=0, num_blocks=0)
+        of_tensor, of_lane, rms, peak, was_bad = (values[before] for values in forward)
+        largest = (rms, peak)
         ends = np.flatnonzero(np.r_[of_tensor[1:] != of_tensor[:-1], True]) + 1
         num_measured = num_blocks = begin = 0
         unlike = ""

@@ -77,34 +77,50 @@ class RowWatch(Watch):
             bad = bad[np.isin(view.row_rank[bad], self.rule.match.rank)]
         found: list[Anomaly] = []
         if bad.size:
-            rows = view.rows[bad]
-            micro = np.where(rows["micro_step"] >= 0, rows["micro_step"], rows["bad_micro_step"]).astype(np.int64)
+            rows = view.rows
+            micro = rows["micro_step"][bad].astype(np.int64)
+            micro = np.where(micro >= 0, micro, rows["bad_micro_step"][bad])
             series, rank = plan.slots[view.row_logical[bad]].astype(np.int64), view.row_rank[bad].astype(np.int64)
             key = (series << SERIES_SHIFT) | (rank << 16) | ((micro + 1) & 0xFFFF)
-            key, first = np.unique(key, return_index=True)
-            kept = self._kept(view, key, bad[first], micro[first])
-            found.extend(self._emit(view, key[kept], bad[first[kept]], micro[first[kept]]))
+            is_open = self.episodes.locate(key) >= 0
+            kept = self._kept(view, key, is_open, bad, micro)
+            found.extend(self._emit(view, key[kept], bad[kept], micro[kept]))
             if any(one.event == "onset" for one in found):
-                self.num_left_out = len(key) - len(kept)
+                self.num_left_out = len(np.unique(key)) - len(kept)
         if len(self.episodes):
             found.extend(self.quiet(view))
         return found
 
-    def _kept(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> np.ndarray:
-        """Return the positions of the keys that are looked at, rising: open ones, and of each series the first to come while
-        there are fewer than `MAX_PLACES`, and of all series `MAX_FRESH` new ones at most, but one of each."""
-        is_open = self.episodes.locate(key) >= 0
-        rows = view.rows[bad]
-        call = np.where(rows["bad_call_id"] != NONE_ID, rows["bad_call_id"], rows["call_id"])
+    def _kept(self, view: StepView, key: np.ndarray, is_open: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> np.ndarray:
+        """Return the positions of the keys that are looked at, each once and rising by key: open ones, and of each series
+        the first to come while there are fewer than `MAX_PLACES`, and of all series `MAX_FRESH` new ones at most, but one of
+        each. key, is_open, micro: of all bad rows.
+        """
+        series = key >> SERIES_SHIFT
+        fresh_series = np.unique(series[~is_open])
+        most = min(MAX_PLACES, max(1, MAX_FRESH // max(1, len(fresh_series))))
+        series_open = self.episodes.key >> SERIES_SHIFT
+        num_open = np.searchsorted(series_open, fresh_series, "right") - np.searchsorted(series_open, fresh_series)
+        has_room = np.zeros(int(series.max()) + 1, dtype=bool)
+        has_room[fresh_series[num_open < most]] = True
+        looked_at = np.flatnonzero(is_open | has_room[series])
+        # Of what has several rows, a module that is called twice say, the first.
+        keys, first = np.unique(key[looked_at], return_index=True)
+        at: np.ndarray = looked_at[first]
         # By when and where: within one tensor that is the order of causes.
-        fresh = np.flatnonzero(~is_open)
-        order = fresh[np.lexsort((key[fresh], call[fresh], micro[fresh], key[fresh] >> SERIES_SHIFT))]
-        series, series_open = key[order] >> SERIES_SHIFT, self.episodes.key >> SERIES_SHIFT
-        place = np.arange(len(order)) - np.searchsorted(series, series)
-        place += np.searchsorted(series_open, series, "right") - np.searchsorted(series_open, series)
-        num_series = int(np.count_nonzero(series[1:] != series[:-1])) + 1
-        is_open[order[place < min(MAX_PLACES, max(1, MAX_FRESH // num_series))]] = True
-        return np.flatnonzero(is_open)
+        fresh = np.flatnonzero(~is_open[at])
+        rows, of_fresh = view.rows, bad[at[fresh]]
+        call = np.where(
+            rows["bad_call_id"][of_fresh] != NONE_ID, rows["bad_call_id"][of_fresh], rows["call_id"][of_fresh]
+        )  # fmt: skip
+        order = fresh[np.lexsort((keys[fresh], call, micro[at[fresh]], keys[fresh] >> SERIES_SHIFT))]
+        ordered = keys[order] >> SERIES_SHIFT
+        place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+        place += np.searchsorted(series_open, ordered, "right") - np.searchsorted(series_open, ordered)
+        is_kept = is_open[at]
+        is_kept[order[place < most]] = True
+        kept: np.ndarray = at[is_kept]
+        return kept
 
     def _emit(self, view: StepView, key: np.ndarray, bad: np.ndarray, micro: np.ndarray) -> list[Anomaly]:
         """Turn one step's bad rows, one a key, into onset records; see `SeriesWatch` for the rule of corroboration."""
