@@ -86,7 +86,8 @@ class RowWatch(Watch):
             kept = self._kept(view, key, is_open, bad, micro)
             found.extend(self._emit(view, key[kept], bad[kept], micro[kept]))
             if any(one.event == "onset" for one in found):
-                self.num_left_out = len(np.unique(key)) - len(kept)
+                key = np.sort(key)
+                self.num_left_out = 1 + int(np.count_nonzero(key[1:] != key[:-1])) - len(kept)
         if len(self.episodes):
             found.extend(self.quiet(view))
         return found
@@ -97,11 +98,13 @@ class RowWatch(Watch):
         each. key, is_open, micro: of all bad rows.
         """
         series = key >> SERIES_SHIFT
-        fresh_series = np.unique(series[~is_open])
+        has_fresh = np.zeros(int(series.max()) + 1, dtype=bool)
+        has_fresh[series[~is_open]] = True
+        fresh_series = np.flatnonzero(has_fresh)
         most = min(MAX_PLACES, max(1, MAX_FRESH // max(1, len(fresh_series))))
         series_open = self.episodes.key >> SERIES_SHIFT
         num_open = np.searchsorted(series_open, fresh_series, "right") - np.searchsorted(series_open, fresh_series)
-        has_room = np.zeros(int(series.max()) + 1, dtype=bool)
+        has_room = np.zeros_like(has_fresh)
         has_room[fresh_series[num_open < most]] = True
         looked_at = np.flatnonzero(is_open | has_room[series])
         # Of what has several rows, a module that is called twice say, the first.
