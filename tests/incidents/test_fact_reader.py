@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from sentinel.incident import Incident
+from sentinel.incidents.diagnosis import fact_reader
 from sentinel.incidents.diagnosis.fact_reader import FactReader
 from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.model_layout import ModelLayout
@@ -21,6 +23,8 @@ from sentinel.rules.language.loader import load_pack
 from sentinel.rules.watches.anomaly_records import moved_ranks
 from sentinel.step_view import RankStep
 from sentinel.testing import Nan, SyntheticRun
+
+from ..support.anomalies import an_excursion
 
 Change = Callable[[int, np.ndarray, EndStep], EndStep | None]
 
@@ -253,3 +257,49 @@ def test_an_output_that_strays_is_held_against_the_other_replicas(tmp_path: Path
     assert 1.0 < outlier.usual < 100.0 and outlier.num_before >= 4 and outlier.upstream.num_measured >= 4
     assert list(facts.apart) == [1]
     assert facts.apart[1].times > 100.0 and not facts.apart[1].is_entry
+
+
+def first_apart(view: ClosedStep) -> dict[int, tuple[str, float]]:
+    """Return, of each replica, its first output that is unlike the others', one row after the other."""
+    found: dict[int, tuple[str, float]] = {}
+    for tensor in sorted(view.tensors, key=lambda one: (one.depth, int(view.site_pos[one.index]), one.index)):
+        if tensor.kind != "activation":
+            continue
+        own: list[tuple[int, float]] = []
+        for at in np.flatnonzero(view.row_logical == tensor.index).tolist():
+            row = view.rows[at]
+            with np.errstate(all="ignore"):
+                rms = math.sqrt(float(row["m2"]) / max(float(row["count"]), 1.0) + float(row["mean"]) ** 2)
+            own.append((view.places[int(view.row_rank[at])].coordinate("dp"), rms))
+        own.sort(key=lambda one: one[0])
+        values = [value for _, value in own]
+        for at, (lane, value) in enumerate(own):
+            others = values if len(values) > 2 else values[:at] + values[at + 1 :]
+            if not others or len(values) < 2 or not math.isfinite(value):
+                continue
+            usual = float(np.median(others))
+            times = value / usual if usual > 0.0 else 1.0
+            if lane not in found and not 1.0 / fact_reader.APART <= times <= fact_reader.APART:
+                found[lane] = (tensor.name, times)
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 6])
+def test_replicas_are_held_against_each_other_as_one_by_one(tmp_path: Path, dp: int) -> None:
+    steps, rng, num_found = Steps(tmp_path, dp=dp), np.random.default_rng(dp), 0
+    for step in range(12):
+
+        def strays(rank: int, rows: np.ndarray, end: EndStep) -> EndStep:
+            at = np.flatnonzero(rows["kind"] == Kind.ACTIVATION)
+            hit = at[rng.random(len(at)) < 0.1]
+            rows["mean"][hit] *= rng.choice([1e-3, 0.5, 0.9, 1.2, 40.0, np.nan, np.inf, 0.0], len(hit))
+            rows["m2"][hit[::2]] = 0.0
+            return msgspec.structs.replace(end, scalars={**end.scalars, "loss": 1e6})
+
+        view = steps.view(step, strays)
+        apart = FactReader().read(view, [an_excursion("scalar", "loss", step)], ()).apart
+        expected = first_apart(view)
+        assert {lane: one.name for lane, one in apart.items()} == {lane: name for lane, (name, _) in expected.items()}
+        assert all(apart[lane].times == pytest.approx(times) for lane, (_, times) in expected.items())
+        num_found += len(expected)
+    assert (num_found > 5) == (dp > 1)
