@@ -55,5 +55,5 @@ class LoneWatch:
             for line in lines[len(self._told.get(name, ())) :]:
                 log.error("run %s: found by this machine alone: %s", printable(name), printable(line))
         for name in self._told.keys() - found.keys():
-            log.info("run %s: a join answers again, or nothing is trained; that one judges all of it", printable(name))
+            log.info("run %s: a join answers again, and judges all of it", printable(name))
         self._told = found

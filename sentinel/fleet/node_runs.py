@@ -215,16 +215,17 @@ class NodeRuns:
         """Frames of rows that the join has not got, and not committed, as it said last."""
         return sum(spool.num_away for run in self._runs.values() for spool in run.spools.values() if not spool.refused)
 
-    def unanswered(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return run -> folder of a spool -> what a join has committed of it, of runs that train and of which none has said
-        anything for `UNANSWERED_S`. For any thread.
+    def unanswered(self) -> dict[str, dict[str, tuple[int, int]] | None]:
+        """Return run -> folder of a spool -> what a join has committed of it, of runs of which none has said anything for
+        `UNANSWERED_S`; None of one in which nothing was written for `IDLE_S`. For any thread.
         """
-        now, wall, found = self._clock(), time.time(), {}
+        now, wall, found = self._clock(), time.time(), dict[str, dict[str, tuple[int, int]] | None]()
         for name, run in list(self._runs.items()):
+            if now - run.answered_at < UNANSWERED_S:
+                continue
             spools = list(run.spools.items())
-            is_silent = now - run.answered_at >= UNANSWERED_S
-            if is_silent and any(wall - spool.written_at < IDLE_S for _, spool in spools):
-                found[name] = {folder: read_ack(spool.cursor.folder) for folder, spool in spools}
+            is_written = any(wall - spool.written_at < IDLE_S for _, spool in spools)
+            found[name] = {folder: read_ack(spool.cursor.folder) for folder, spool in spools} if is_written else None
         return found
 
     def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:

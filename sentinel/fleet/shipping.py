@@ -159,11 +159,14 @@ class Shipping:
             self._answered_at = time.monotonic()
             if self._runs.node is None:
                 await self._hear(client, subjects.ANSWERS)
-            beating = asyncio.ensure_future(self._beat(client))
+            beating, publishing = asyncio.ensure_future(self._beat(client)), asyncio.ensure_future(self._ship(client))
             try:
-                is_drained = await self._ship(client)
+                await asyncio.wait({beating, publishing}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                await end_all([beating])
+                errors = await end_all([beating, publishing])
+            if errors:
+                raise errors[0]
+            is_drained = publishing.result()
             await self._say(client, is_leaving=is_drained)
             return is_drained
         finally:

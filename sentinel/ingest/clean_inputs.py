@@ -22,7 +22,11 @@ def clean_inputs(view: ClosedStep, rank: int) -> frozenset[str]:
     """
     found, of_bad = _inputs(view, view.tensors_of(rank)), view.with_bad_rows()
     at = of_bad.bad_rows
-    return found - _inputs(view, of_bad.row_logical[at[of_bad.row_rank[at] == rank]]) if len(at) else found
+    if not len(at):
+        return found
+    # Ranks rise along the rows.
+    first, last = np.searchsorted(of_bad.row_rank[at], [rank, rank + 1])
+    return found - _inputs(view, of_bad.row_logical[at[first:last]])
 
 
 def _inputs(view: ClosedStep, logical: npt.NDArray[np.int32]) -> frozenset[str]:

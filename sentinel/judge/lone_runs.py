@@ -7,6 +7,7 @@ a part has a past of its own. Who is silent or hangs only the others tell, and i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from sentinel.ingest.steps import StepAssembler
 from sentinel.judge.judge import Judge
 from sentinel.messages import EndStep
 from sentinel.rules.language.schema import Pack
+
+log = logging.getLogger("sentinel.fleet")
 
 LOOK_S = 2.0
 """Most seconds of one look at one run: of what was written while nobody looked the rest is for the next."""
@@ -36,17 +39,27 @@ class LoneRuns:
         self._directory, self._pack, self._clock = directory, pack, clock
         self._runs: dict[str, _LoneRun] = {}
 
-    def look(self, unanswered: Mapping[str, Committed]) -> dict[str, tuple[str, ...]]:
+    def look(self, unanswered: Mapping[str, Committed | None]) -> dict[str, tuple[str, ...]]:
         """Judge what is new of runs for which no join answers; return run -> what was found since none does, in words.
 
-        Of a run for which one answers again nothing is kept. unanswered: run -> what its join has judged.
+        Of a run for which one answers again nothing is kept. unanswered: run -> what its join has judged; None: nothing is
+        written in it just now, and what was found stays.
         """
         for name in self._runs.keys() - unanswered.keys():
             del self._runs[name]
         for name, committed in unanswered.items():
+            if committed is None:
+                continue
             if name not in self._runs:
                 self._runs[name] = _LoneRun(self._directory / name, self._pack, committed)
-        return {name: run.look(self._clock) for name, run in self._runs.items()}
+            run = self._runs[name]
+            try:
+                run.look(self._clock)
+            except Exception:
+                # Others are judged on, and what was found stays.
+                log.exception("run %s: what it does is not judged here any more", name)
+                run.is_given_up = True
+        return {name: run.found for name, run in self._runs.items()}
 
 
 class _LoneRun:
@@ -61,20 +74,28 @@ class _LoneRun:
         """(attempt, step) up to which the join has judged: these steps are a past, and no news."""
         self._found: dict[str, str] = {}
         """Id of an incident -> what is said of it."""
+        self.is_given_up = False
 
-    def look(self, clock: Callable[[], float]) -> tuple[str, ...]:
-        """Judge what is new, for a while; return what was found so far."""
-        begun = clock()
-        while records := self._follower.poll():
+    @property
+    def found(self) -> tuple[str, ...]:
+        """What was found so far, in words."""
+        return tuple(self._found.values())
+
+    def look(self, clock: Callable[[], float]) -> None:
+        """Judge what is new, for a while."""
+        begun, has_more = clock(), not self.is_given_up
+        while has_more and clock() - begun < LOOK_S:
+            # Ranks are read one after the other: what one wrote meanwhile makes nobody late.
+            attempt, settled_step = self._assembler.attempt, self._assembler.newest_step
+            records = self._follower.poll()
             self._assembler.take(records, clock())
             for record in records:
                 self._note_judged(record)
-            if clock() - begun >= LOOK_S:
-                break
-        for view in self._assembler.close(clock(), self._follower.behind):
-            if isinstance(view, ClosedStep):
-                self._take(view)
-        return tuple(self._found.values())
+            settled_step = settled_step if self._assembler.attempt == attempt else -1
+            for view in self._assembler.close(clock(), self._follower.behind, settled_step=settled_step):
+                if isinstance(view, ClosedStep):
+                    self._take(view)
+            has_more = bool(records)
 
     def _note_judged(self, record: SpoolRecord) -> None:
         if isinstance(record.message, EndStep):

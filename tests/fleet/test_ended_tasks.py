@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from sentinel.fleet import ended_tasks
+from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.ended_tasks import end_all
+from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.shipping import Shipping
+
+from ..support.nats_broker import NatsBroker
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +66,16 @@ def test_the_errors_of_those_that_failed_are_returned() -> None:
     (error,) = asyncio.run(work())
     assert isinstance(error, ValueError)
     assert asyncio.run(end_all([])) == []
+
+
+@pytest.mark.server
+def test_a_node_whose_beats_fail_ends_with_that_error(
+    tmp_path: Path, broker: NatsBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(self: Shipping, client: object) -> None:
+        raise RuntimeError("no beat can be made")
+
+    monkeypatch.setattr(Shipping, "_beat", fails)
+    shipping = Shipping(NodeRuns(tmp_path, "node1"), BrokerConfig(server=broker.url), drain_s=1.0)
+    with pytest.raises(RuntimeError, match="no beat can be made"):
+        asyncio.run(asyncio.wait_for(shipping.run(), 30.0))

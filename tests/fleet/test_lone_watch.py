@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli.lone_watch import LoneWatch
+from sentinel.decision import Decision
 from sentinel.fleet import node_runs
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.node_runs import UNANSWERED_S, NodeRuns
 from sentinel.fleet.sealed import Answer, FilePlace, SpoolHeld
 from sentinel.fleet.shipping import Shipping
 from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.incarnation import SpoolRecord
+from sentinel.judge.judge import Judge, Judgement
 from sentinel.judge.lone_runs import LoneRuns
 from sentinel.messages import EndStep
 from sentinel.rules.language.loader import load_pack
+from sentinel.step_view import StepView
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
 from ..support.fleet_parts import Clock, go_on, split
@@ -136,7 +140,71 @@ def test_runs_that_are_over_are_no_news(tmp_path: Path, caplog: pytest.LogCaptur
     old = time.time() - node_runs.IDLE_S - 5
     for path in machine.nodes[1].rglob("*.spool"):
         os.utime(path, (old, old))
-    assert machine.looks(caplog, UNANSWERED_S + 1) == [] and machine.runs.unanswered() == {}
+    assert machine.looks(caplog, UNANSWERED_S + 1) == [] and machine.runs.unanswered() == {"run": None}
+
+
+def test_what_was_found_stays_while_the_job_stands_still_and_is_not_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path)
+    machine.hear(judged_step=30)
+    machine.train(6)
+    assert len(machine.looks(caplog, UNANSWERED_S + 1)) == 2
+    old = time.time() - node_runs.IDLE_S - 5
+    for path in machine.nodes[1].rglob("*.spool"):
+        os.utime(path, (old, old))
+    assert machine.looks(caplog) == [] and len(machine.runs.found_alone["run"]) == 1
+    machine.train(2)
+    assert machine.looks(caplog) == [] and len(machine.runs.found_alone["run"]) == 1
+
+
+def test_ranks_that_are_read_one_after_the_other_are_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each poll rank 0 is read up to another step than the others, as a look that ends in the middle finds them."""
+    run = small_run(tmp_path / "run", pp=1, dp=2, layers=2)
+    run.plant(Nan(step=20, module="layers.0.mlp", rank=0))
+    run.write(40)
+    records, follower = [], RunFollower(run.directory)
+    while more := follower.poll():
+        records += more
+    polls: list[list[SpoolRecord]] = []
+    for until in range(4, 48, 4):
+        begun = {id(one) for poll in polls for one in poll}
+        polls.append(
+            [
+                one
+                for one in records
+                if one.frame.header.step < until + 3 * (one.incarnation.rank > 0) and id(one) not in begun
+            ]
+        )
+
+    def poll(self: RunFollower, *, final: bool = False) -> list[SpoolRecord]:
+        return polls.pop(0) if polls else []
+
+    monkeypatch.setattr(RunFollower, "poll", poll)
+    lone = LoneRuns(tmp_path, load_pack(), lambda: 0.0)
+    (found,) = lone.look({"run": {}})["run"]
+    assert "NaN born in layers.0.mlp" in found and "rank 0" in found and "not heard" not in found
+
+
+def test_a_run_that_cannot_be_judged_is_given_up_and_others_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("broken", "well"):
+        run = small_run(tmp_path / name, pp=1, dp=2, layers=2)
+        run.plant(Nan(step=5, module="layers.0.mlp", rank=0))
+        run.write(10)
+    judge = Judge.judge
+
+    def fails(self: Judge, decision: Decision | None, view: StepView) -> Judgement:
+        assert view.run != "broken"
+        return judge(self, decision, view)
+
+    monkeypatch.setattr(Judge, "judge", fails)
+    lone = LoneRuns(tmp_path, load_pack())
+    for _ in range(2):
+        found = lone.look({"broken": {}, "well": {}})
+        assert found["broken"] == () and len(found["well"]) == 1
+    assert caplog.text.count("run broken: what it does is not judged here any more") == 1
 
 
 def test_what_fails_beside_it_does_not_end_the_shipping(
