@@ -32,7 +32,8 @@ def _rank(part: RankStep) -> int:
 
 
 class ClosedStep:
-    """One closed step of a run, as `step_view.StepView` describes it. All its rows are here."""
+    """One closed step of a run, as `step_view.StepView` describes it. Its rows are here, or asked for, all of them, once any is
+    looked at."""
 
     def __init__(
         self,

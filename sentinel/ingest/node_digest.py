@@ -163,8 +163,7 @@ class DigestMaker:
             return None
         carried = [part.rows[which].tobytes() for part, which in zip(parts, is_carried, strict=True)]
         first_ranks, site_pos = _sites(share, parts)
-        is_odd = np.zeros(len(share.tensor_of), np.bool_)
-        is_odd[share.tensor_of_copy[found.odd_copies]] = True
+        is_odd = share.odd_tensors(parts, found)
         return NodeDigest(
             version=VERSION, step=step, is_native=native.prepare_digest is not None, share=share.key,
             ranks=tuple(

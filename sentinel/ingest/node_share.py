@@ -21,7 +21,7 @@ from sentinel.ingest.row_tables import look_up
 from sentinel.messages import Descriptor
 from sentinel.native.library import DigestRows
 from sentinel.record import STATS_DTYPE
-from sentinel.step_view import RankStep
+from sentinel.step_view import NAN_CHECKSUM, RankStep
 
 if TYPE_CHECKING:
     from sentinel.ingest.model_layout import ModelLayout
@@ -107,17 +107,32 @@ class NodeShare:
 
     def marks(self, parts: Sequence[RankStep]) -> npt.NDArray[np.uint64]:
         """Return a number for the checksums of each tensor's copied shards, [num_tensors]: machines that hold the same bits
-        of the same shards have the same; 0 of what is not compared.
+        of the same shards have the same, and those that hold a NaN of one; 0 of what is not compared.
         """
         checksums = np.zeros(self.num_copies + 1, np.uint64)
         for part in reversed(parts):
-            checksums[self.copies_of(part.rank, part.rows["tensor"])] = part.rows["checksum"]
+            known = np.where(part.rows["num_nan"] > 0, np.uint64(NAN_CHECKSUM), part.rows["checksum"])
+            checksums[self.copies_of(part.rank, part.rows["tensor"])] = known
         words = (checksums[:-1] + self._salts) * _MIX
         words = (words ^ (words >> np.uint64(29))) * _MIX
         words[~self.is_replicated[:-1]] = 0
         found = np.zeros(len(self.tensor_of), np.uint64)
         np.add.at(found, self.tensor_of_copy, words ^ (words >> np.uint64(32)))
         return found
+
+    def odd_tensors(self, parts: Sequence[RankStep], found: Digest) -> npt.NDArray[np.bool_]:
+        """Return whether copies that these ranks hold of a tensor are not the same, [num_tensors]; those that all hold a NaN
+        are. found: the digest of the parts.
+        """
+        is_odd = np.zeros(self.num_copies + 1, np.bool_)
+        is_odd[found.odd_copies] = True
+        has_other = np.zeros(self.num_copies + 1, np.bool_)
+        for part in parts if len(found.odd_copies) else ():
+            copies = self.copies_of(part.rank, part.rows["tensor"])
+            has_other[copies[is_odd[copies] & (part.rows["num_nan"] == 0)]] = True
+        tensors = np.zeros(len(self.tensor_of), np.bool_)
+        tensors[self.tensor_of_copy[np.flatnonzero((is_odd & has_other)[:-1])]] = True
+        return tensors
 
 
 def machine_of(descriptor: Descriptor) -> str:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from sentinel.cli.fleet import _lines
 from sentinel.cli.lone_watch import LoneWatch
 from sentinel.decision import Decision
 from sentinel.fleet import node_runs
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.node_runs import UNANSWERED_S, NodeRuns
+from sentinel.fleet.overheard import _status
 from sentinel.fleet.sealed import Answer, FilePlace, SpoolHeld
 from sentinel.fleet.shipping import Shipping
 from sentinel.ingest.follow import RunFollower
@@ -96,6 +98,8 @@ def test_what_goes_wrong_while_no_join_answers_is_said_once_and_nothing_of_befor
     assert machine.looks(caplog) == [] and len(machine.runs.found_alone["run"]) == 1
     (beat,) = machine.runs.beats()
     assert beat.found_alone == list(machine.runs.found_alone["run"])
+    (said,) = [one for one in _lines(_status(beat, None, is_unheard=False)) if "alone" in one]
+    assert said.startswith("  found by this node alone, as no join answers: critical: NaN born in layers.1.mlp")
 
     machine.train(24)
     machine.hear(judged_step=66)

@@ -266,6 +266,33 @@ def test_of_copies_that_differ_for_good_their_rows_alone_are_asked_for(
         assert source.num_some_bytes < sum(view.rows.nbytes for view in whole[4:]) // 20
 
 
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4])
+def test_copies_that_all_hold_a_nan_are_the_same_whatever_its_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks_per_host: int
+) -> None:
+    run = small_run(tmp_path / "run", elements=64, pp=1, dp=4, layers=2, ranks_per_host=ranks_per_host)
+    run.plant(Nan(step=2, module=run.modules()[3], is_skipped=False))
+    observe = run.observe
+
+    def of_its_own(rank: int, step: int) -> tuple[npt.NDArray[np.void], EndStep]:
+        rows, end = observe(rank, step)
+        rows["checksum"][(rows["num_nan"] > 0) & (rows["checksum"] > 0)] += np.uint64(rank)
+        # One copy is well where the others are not.
+        (at, *_) = np.flatnonzero((rows["kind"] == Kind.PARAM) & (rows["num_nan"] > 0)).tolist() or [-1]
+        if rank == 3 and step == 4 and at >= 0:
+            rows["count"][at], rows["num_nan"][at] = rows["num_nan"][at], 0
+        return rows, end
+
+    monkeypatch.setattr(run, "observe", of_its_own)
+    run.write(6)
+    run.end()
+    whole, made, source = of_digests(run, tmp_path / "there" / "run")
+    judged_alike(whole, made)
+    assert [len(view.differing) for view in made] == [0, 0, 0, 0, 1, 0]
+    assert any(int(rows["checksum"].max()) for rows in (view.rows[view.rows["num_nan"] > 0] for view in whole[3:]))
+    assert not source.asked and set(source.asked_some) == {4}
+
+
 LIMIT = """
 rules:
   - name: my-limit
