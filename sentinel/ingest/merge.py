@@ -32,7 +32,7 @@ def _rank(part: RankStep) -> int:
 
 
 class ClosedStep:
-    """One closed step of a run, as `step_view.StepView` describes it. Its rows are here, or all are asked for once any is."""
+    """One closed step of a run, as `step_view.StepView` describes it. Its rows are here, or all are asked for with one."""
 
     def __init__(
         self,
