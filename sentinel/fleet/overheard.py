@@ -12,6 +12,7 @@ import msgspec
 from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.ended_tasks import within
 from sentinel.fleet.sealed import Answer, Beat, WorkerReport, unseal
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 async def overhear(
     broker: BrokerConfig, listen_s: float, on_worker: Callable[[WorkerReport], None] = lambda report: None
 ) -> list[NodeStatus]:
-    """Return what is said of each run and node within so many seconds; asyncio.TimeoutError: there is no broker.
+    """Return what is said of each run and node within so many seconds; TimeoutError: there is no broker.
 
     on_worker: told what workers say of themselves, several times each.
     """
@@ -82,7 +83,7 @@ async def overhear(
             else:
                 on_worker(unseal(message.data, WorkerReport))
 
-    client = await asyncio.wait_for(connect(broker, "sentinel fleet status"), 5.0)
+    client = await within(5.0, connect(broker, "sentinel fleet status"))
     try:
         for subject in HEARD:
             await client.subscribe(subject, cb=take)

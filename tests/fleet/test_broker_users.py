@@ -19,6 +19,7 @@ from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams, ensure_worker_streams
 from sentinel.fleet.broker_certificates import RENEWED_DAYS, VALID_DAYS, BrokerCertificates
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.ended_tasks import within
 from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.own_broker import OwnBroker
@@ -199,7 +200,7 @@ def test_whoever_has_no_login_is_not_let_in(broker: OwnBroker, tmp_path: Path) -
         BrokerConfig(server=access.server, ca_file=access.ca_file, login_file=str(login)),
     ):
         with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(connect(other, "test"), 1.0))
+            asyncio.run(within(1.0, connect(other, "test")))
 
 
 @pytest.mark.server

@@ -15,6 +15,7 @@ import pytest
 import sentinel.fleet.broker
 from sentinel.fleet import shipping
 from sentinel.fleet.broker import BrokerConfig, connect, ensure_streams
+from sentinel.fleet.ended_tasks import within
 from sentinel.fleet.subjects import LEASES, STREAM
 
 from ..support.fleet_faults import STEPS, frozen_time
@@ -194,7 +195,7 @@ def test_servers_that_are_away_are_said_once_each(monkeypatch: pytest.MonkeyPatc
 
     async def try_for_a_while() -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(connect(BrokerConfig(server=",".join(servers)), "test"), 1.0)
+            await within(1.0, connect(BrokerConfig(server=",".join(servers)), "test"))
 
     asyncio.run(try_for_a_while())
 

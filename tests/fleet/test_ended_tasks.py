@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from sentinel.fleet import ended_tasks
 from sentinel.fleet.broker import BrokerConfig
-from sentinel.fleet.ended_tasks import end_all
+from sentinel.fleet.ended_tasks import end_all, within
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.shipping import Shipping
 
@@ -49,6 +50,30 @@ def test_a_task_that_loses_its_cancellation_ends() -> None:
 
     num_waits, errors = asyncio.run(asyncio.wait_for(work(), 10.0))
     assert num_waits >= 1 and errors == []
+
+
+def test_work_that_takes_too_long_is_ended_also_where_it_loses_a_cancellation() -> None:
+    num_begun = 0
+
+    async def tries_for_ever() -> None:
+        nonlocal num_begun
+        while True:
+            num_begun += 1
+            with contextlib.suppress(asyncio.CancelledError if num_begun < 3 else ValueError):
+                await asyncio.sleep(60.0)
+
+    async def answers() -> int:
+        return 7
+
+    async def fails() -> int:
+        raise OSError("no")
+
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        asyncio.run(asyncio.wait_for(within(0.01, tries_for_ever()), 20.0))
+    assert num_begun == 3
+    assert asyncio.run(within(5.0, answers())) == 7
+    with pytest.raises(OSError, match="no"):
+        asyncio.run(within(5.0, fails()))
 
 
 def test_the_errors_of_those_that_failed_are_returned() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from nats.aio.client import Client
 
 from sentinel.fleet.broker import BrokerConfig, connect
+from sentinel.fleet.ended_tasks import within
 
 Act = Callable[[Client, list[str]], Awaitable[None]]
 """Given a connection, and the list to which the server's refusals come."""
@@ -21,7 +22,7 @@ def act_as(access: BrokerConfig, act: Act, *, within_s: float = 60.0) -> list[st
     refused: list[str] = []
 
     async def run() -> None:
-        client = await asyncio.wait_for(connect(access, "test"), within_s)
+        client = await within(within_s, connect(access, "test"))
 
         async def note(error: Exception) -> None:
             refused.append(str(error))
