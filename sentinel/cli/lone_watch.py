@@ -48,8 +48,9 @@ class LoneWatch:
         self._runs.found_alone = found
         for name in found.keys() - self._told.keys():
             log.warning(
-                "run %s: no join has answered for %g s: until one does this machine judges its own ranks by itself; what it "
-                "finds is said here and by `sentinel fleet status`, to nobody else", printable(name), UNANSWERED_S,
+                "run %s: no join has answered for %g s, and nobody is told of anything: is the broker there, and a join? "
+                "Until one answers this machine judges its own ranks, and says what it finds, here and in `fleet status`",
+                printable(name), UNANSWERED_S,
             )  # fmt: skip
         for name, lines in found.items():
             for line in lines[len(self._told.get(name, ())) :]:

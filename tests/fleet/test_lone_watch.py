@@ -29,7 +29,7 @@ from sentinel.rules.language.loader import load_pack
 from sentinel.step_view import StepView
 from sentinel.testing import LossJump, Nan, SyntheticRun
 
-from ..support.fleet_parts import Clock, go_on, split
+from ..support.fleet_parts import LAYOUTS, Clock, go_on, split
 from ..support.ports import free_port
 from ..support.serving import small_run
 from ..support.waiting import wait_for
@@ -112,6 +112,16 @@ def test_what_goes_wrong_while_no_join_answers_is_said_once_and_nothing_of_befor
     machine.train(6)
     (begun, found) = machine.looks(caplog, UNANSWERED_S + 1)
     assert "no join has answered" in begun and "found by this machine alone: critical: loss" in found
+
+
+@pytest.mark.parametrize("layout", ["dp4", "pp4", "pp2 tp2", "dp2 tp4", "pp2 dp2, micro-steps"])
+def test_of_a_part_of_a_healthy_run_nothing_is_said(tmp_path: Path, layout: str) -> None:
+    run = small_run(tmp_path / "whole" / "run", **LAYOUTS[layout])
+    run.write(80)
+    for directory in split(run.directory, tmp_path, 2):
+        lone = LoneRuns(directory, load_pack())
+        assert lone.look({"run": {}}) == {"run": ()}
+        assert lone._runs["run"]._judge.num_steps_judged >= 77
 
 
 def test_a_run_of_a_machine_that_no_join_ever_heard_is_judged_from_its_beginning(

@@ -6,7 +6,6 @@ import math
 import re
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from sentinel.anomaly import Anomaly, is_nonfinite
 from sentinel.anomaly_words import told_apart
 from sentinel.incidents.diagnosis.claim import is_narrow
 from sentinel.incidents.diagnosis.evidence import is_entry
+from sentinel.incidents.diagnosis.forward_past import FORWARD_NUMBERS, ForwardPast
 from sentinel.incidents.diagnosis.maker_reader import MakerReader
 from sentinel.incidents.diagnosis.step_facts import (
     Divergence,
@@ -34,9 +34,6 @@ MAX_DIVERGENCES = 32
 """Most differing tensors whose copies are compared one by one, a bound on time; all are counted."""
 MAX_ORIGINS = 8
 """Most non-finite values of a step whose past is read, a bound on time."""
-UNLIKE = 8.0
-"""Times that a tensor of one replica is larger or smaller than in the others when it is unlike them. Smaller: other batches
-make replicas unlike; larger: a replica that went wrong by less passes for like."""
 ODD_SPREADS, ODD_SHARE = 8.0, 0.2
 """Spreads, and share of the median, by which one replica's loss is above the others' when it stands apart. Smaller: a hard
 batch does; larger: a replica with broken weights may not."""
@@ -59,20 +56,6 @@ of the tail hides that; larger: a few large elements pass for all."""
 
 _RATE = re.compile(r"(^|[._/-])(lr|learning_rate)([._/-]|_group\d+|_\d+|$)", re.IGNORECASE)
 _SCALE = re.compile(r"(loss|grad|amp)[._ -]?scale", re.IGNORECASE)
-_FORWARD = tuple(int(kind) for kind in ACTIVATION_KINDS)
-
-
-class _Forward(NamedTuple):
-    """[entries] each: of each tensor of the forward and each replica that measured it, tensors rising, then replicas."""
-
-    tensor: np.ndarray
-    lane: np.ndarray
-    rms: np.ndarray
-    """The largest of its rows."""
-    peak: np.ndarray
-    """The same of the largest value without its sign."""
-    was_bad: np.ndarray
-    """Whether any of its rows holds a non-finite value."""
 
 
 class FactReader:
@@ -196,7 +179,8 @@ class FactReader:
         indices = self._places(view, "activation", names)[:MAX_ORIGINS] if names else []
         if not indices:
             return found
-        view, forward = view.carrying(_OF_FORWARD), self._forward(view)
+        view = view.carrying(_OF_FORWARD)
+        past = self._past(view)
         for index in indices:
             tensor = view.tensors[index]
             at = np.flatnonzero(view.row_logical == index)
@@ -216,7 +200,7 @@ class FactReader:
                 lane=int(lanes[odd]), rank=int(view.row_rank[at[odd]]), value=float(peaks[odd]), usual=usual,
                 is_alone=bool(shares[odd] >= ALONE), is_whole=tail > 0.0 and tail / LIKE <= own <= tail * LIKE,
                 num_before=int(np.count_nonzero(before)),
-                upstream=self._past(view, forward, tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
+                upstream=past.upstream(tensor.depth, position, int(lanes[odd])), functions=tensor.functions,
             )  # fmt: skip
         return found
 
@@ -283,7 +267,7 @@ class FactReader:
             return {}
         rows = view.rows
         meant = (rows["num_nan"][bad] == 0) & (rows["num_pos_inf"][bad] == 0)
-        bad = bad[np.isin(rows["kind"][bad], _FORWARD) & ~meant & (view.row_logical[bad] >= 0)]
+        bad = bad[np.isin(rows["kind"][bad], FORWARD_NUMBERS) & ~meant & (view.row_logical[bad] >= 0)]
         logical, lanes = view.row_logical[bad], self._lane_of[view.row_rank[bad]]
         # An input stands before the output of the same site.
         is_output = rows["kind"][bad] != int(Kind.ACTIVATION_IN)
@@ -301,7 +285,7 @@ class FactReader:
         first_bad = self._first_bad(view)
         if not first_bad:
             return ()
-        forward = self._forward(view)
+        past = self._past(view.carrying(_OF_FORWARD))
         for lane, at in first_bad.items():
             row, tensor = view.rows[at], view.tensors[int(view.row_logical[at])]
             num_nan, num_inf = int(row["num_nan"]), int(row["num_pos_inf"]) + int(row["num_neg_inf"])
@@ -309,11 +293,13 @@ class FactReader:
                 FirstBad(
                     lane=lane, rank=int(view.row_rank[at]), kind=tensor.kind, name=tensor.name, segment=tensor.segment,
                     border=tensor.border, depth=tensor.depth, dtype=tensor.dtype, num_bad=num_nan + num_inf,
-                    is_inf=num_nan == 0,
-                    upstream=self._past(view, forward, tensor.depth, int(view.site_pos[tensor.index]), lane),
+                    is_inf=num_nan == 0, upstream=past.upstream(tensor.depth, int(view.site_pos[tensor.index]), lane),
                 )
             )  # fmt: skip
         return tuple(found)
+
+    def _past(self, view: StepView) -> ForwardPast:
+        return ForwardPast(view, depth=self._depth, is_forward=self._is_forward, lane_of=self._lane_of)
 
     def _upstream(self, anomalies: Sequence[Anomaly], first_bad: Sequence[FirstBad]) -> dict[str, Upstream]:
         """Return what lies before the anomalies that are the first of their replica in this step."""
@@ -325,55 +311,6 @@ class FactReader:
                 if upstream is not None:
                     found[one.id] = upstream
         return found
-
-    def _forward(self, view: StepView) -> _Forward:
-        """Return what each replica measured of each tensor of the forward."""
-        view = view.carrying(_OF_FORWARD)
-        rows = view.rows
-        at = np.flatnonzero(np.isin(rows["kind"], _FORWARD) & (view.row_logical >= 0))
-        at = at[self._is_forward[view.row_logical[at]]]
-        if not len(at):
-            none = np.zeros(0, np.int64)
-            return _Forward(none, none, np.zeros(0), np.zeros(0), none.astype(np.bool_))
-        logical, lanes = view.row_logical[at].astype(np.int64), self._lane_of[view.row_rank[at]]
-        order = np.argsort(logical * (int(lanes.max()) + 1) + lanes, kind="stable")
-        at, logical, lanes = at[order], logical[order], lanes[order]
-        count = np.maximum(rows["count"][at].astype(np.float64), 1.0)
-        with np.errstate(all="ignore"):
-            rms = np.sqrt(rows["m2"][at] / count + rows["mean"][at] ** 2)
-            peak = np.maximum(np.abs(rows["min"][at]), np.abs(rows["max"][at]))
-        is_bad = (rows["num_nan"][at] | rows["num_pos_inf"][at] | rows["num_neg_inf"][at]) != 0
-        starts = np.flatnonzero(np.r_[True, (logical[1:] != logical[:-1]) | (lanes[1:] != lanes[:-1])])
-        return _Forward(
-            logical[starts], lanes[starts], np.maximum.reduceat(rms, starts), np.maximum.reduceat(peak, starts),
-            np.logical_or.reduceat(is_bad, starts),
-        )  # fmt: skip
-
-    def _past(self, view: StepView, forward: _Forward, depth: int, position: int, lane: int) -> Upstream:
-        """Hold what a replica measured in forward before a place against the other replicas'."""
-        is_earlier = (self._depth < depth) | ((self._depth == depth) & (view.site_pos < position))
-        before = is_earlier[forward.tensor]
-        if not before.any():
-            return Upstream(num_measured=0, num_blocks=0)
-        of_tensor, of_lane, rms, peak, was_bad = (values[before] for values in forward)
-        largest = (rms, peak)
-        ends = np.flatnonzero(np.r_[of_tensor[1:] != of_tensor[:-1], True]) + 1
-        num_measured = num_blocks = begin = 0
-        unlike = ""
-        for end in ends.tolist():
-            own = np.flatnonzero(of_lane[begin:end] == lane) + begin
-            if len(own) and end - begin > 1:
-                info = view.tensors[int(of_tensor[begin])]
-                num_measured += 1
-                num_blocks += info.border == "block_output"
-                for name, values in zip(("rms", "largest value"), largest, strict=True):
-                    here = float(values[own[0]])
-                    usual = float(np.median(np.delete(values[begin:end], own[0] - begin)))
-                    is_unlike = not math.isfinite(here) or here > UNLIKE * usual or usual > UNLIKE * here
-                    if not unlike and (was_bad[own[0]] or (is_unlike and usual > 0)):
-                        unlike = f"the {name} of {info.kind} of {info.name} was {here:.3g} against {usual:.3g} elsewhere"
-            begin = end
-        return Upstream(num_measured=num_measured, num_blocks=num_blocks, unlike=unlike)
 
 
 def _peaks(rows: np.ndarray) -> np.ndarray:
