@@ -124,6 +124,18 @@ and for a row folded over several; `num_folded` says how many observations it ho
 non-finite observation (NONE_ID / -1: none), `max_*` at the one with the largest absolute value.
 """
 
+BAD_ROW_DTYPE = np.dtype(
+    [
+        (name, ROW_DTYPE[name].str)
+        for name in (
+            "tensor", "kind", "reserved", "flags", "micro_step", "call_id", "bad_call_id", "bad_micro_step", "count",
+            "num_nan", "num_pos_inf", "num_neg_inf",
+        )
+    ]
+)  # fmt: skip
+"""What is looked at of a row that holds a non-finite value, 56 bytes: which it is, when, where, and how many elements are
+not finite. Once a weight is not finite all rows of a job are such."""
+
 STATS_OFFSET: int = 40
 """Byte offset of the twelve STATS words inside a row."""
 

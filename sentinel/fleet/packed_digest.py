@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from sentinel.errors import MALFORMED, WireError
 from sentinel.ingest.node_digest import MAX_RANKS, VERSION, DigestedRank, NodeDigest
-from sentinel.record import ROW_DTYPE, STATS_DTYPE, STATS_OFFSET
+from sentinel.record import BAD_ROW_DTYPE, ROW_DTYPE, STATS_DTYPE, STATS_OFFSET
 
 MAX_DIGEST_BYTES = 64 * 2**20
 """Most bytes of one digest, a bound on memory: some 500,000 tensors."""
@@ -27,7 +27,7 @@ OVERHEAD_BYTES, OVERHEAD_BYTES_RANK = 1024, 256
 LEVEL = 3
 """Of zstd. Too low: signs and exponents take more; too high: nodes work longer, and nothing gets shorter."""
 _NO_TWIN = -1
-_PLANES = {"stats": STATS_DTYPE.itemsize, "first_ranks": 4, "site_pos": 4}
+_PLANES = {"stats": STATS_DTYPE.itemsize, "first_ranks": 4, "site_pos": 4, "bad": BAD_ROW_DTYPE.itemsize}
 """Field of a digest -> bytes of each entry."""
 
 
@@ -69,7 +69,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """A digest without what of it repeats."""
 
     digest: NodeDigest
-    """Without rows, and with its statistics and places in planes."""
+    """Without the rows that ranks carry, and with its statistics, places and bad rows in planes."""
     twins: bytes
     """[rows of the first rank that carries any] <i4: which of the statistics a row has as they are; below 0: none."""
     rows: Annotated[tuple[bytes | None, ...], Meta(max_length=MAX_RANKS)]

@@ -105,7 +105,10 @@ class DigestedStep(ClosedStep):
 
     @cached_property
     def _bad(self) -> StepExcerpt:
-        return StepExcerpt(self, self._digests.bad())
+        table, nums = self._digests.take_bad()
+        ends = np.cumsum([nums.get(part.rank, 0) for part in self.parts]).tolist()
+        slices = zip(self.parts, [0, *ends], ends, strict=False)
+        return StepExcerpt(self, {part.rank: table[begin:end] for part, begin, end in slices}, table)
 
     @cached_property
     def _carried(self) -> StepExcerpt:
@@ -136,8 +139,10 @@ class DigestedStep(ClosedStep):
 class StepExcerpt(ClosedStep):
     """Some rows of a step, and no others; what it says of tensors is what the whole step says."""
 
-    def __init__(self, whole: DigestedStep, rows: Mapping[int, npt.NDArray[np.void]]) -> None:
-        """rows: rank -> its rows."""
+    def __init__(
+        self, whole: DigestedStep, rows: Mapping[int, npt.NDArray[np.void]], table: npt.NDArray[np.void] | None = None
+    ) -> None:
+        """rows: rank -> its rows. table: all of them, ranks rising, BAD_ROW_DTYPE, where these are parts of one."""
         none = np.empty(0, ROW_DTYPE)
         parts = [
             RankStep(
@@ -149,6 +154,7 @@ class StepExcerpt(ClosedStep):
         super().__init__(
             run=whole.run, attempt=whole.attempt, step=whole.step, layout=whole.layout, parts=parts, decision=whole.decision
         )
+        self._table = table
         # That one has this one: a step is freed with its last reference, for of a large one that is a gigabyte.
         self._whole_ref = weakref.ref(whole)
 
@@ -157,6 +163,11 @@ class StepExcerpt(ClosedStep):
         if (found := self._whole_ref()) is None:
             raise ReferenceError(f"step {self.step}: some of its rows were asked what all of them say, which are gone")
         return found
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.void]:
+        """[num_rows] ROW_DTYPE, or BAD_ROW_DTYPE: every rank's rows that are here, ranks in rising order."""
+        return super().rows if self._table is None else self._table
 
     @property
     def digest(self) -> Digest:

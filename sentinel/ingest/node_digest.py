@@ -1,9 +1,9 @@
 """NodeDigest: what the ranks of one machine come to in a step, made there and used here in place of their rows.
 
-It stands for the rows of a step in which they are not looked at one by one. Rows that hold a non-finite value are in it: in
-that very step nobody may wait for those of all machines. It names the tensors whose copies on the machine differ: of these,
-as of others of a kind that is not carried, a judge who looks at single rows asks for the rows. Whoever uses it comes to the
-same bits as whoever has the rows.
+It stands for the rows of a step in which they are not looked at one by one. What is looked at of rows that hold a non-finite
+value is in it: in that very step nobody may wait for those of all machines. It names the tensors whose copies on the machine
+differ: of these, as of others of a kind that is not carried, a judge who looks at single rows asks for the rows. Whoever uses
+it comes to the same bits as whoever has the rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sentinel.ingest.digest import Digest, digest
 from sentinel.ingest.node_share import NodeShare, NodeSums, no_sums
 from sentinel.messages import Descriptor
 from sentinel.moments import lone_rows
-from sentinel.record import ROW_DTYPE, STATS_DTYPE
+from sentinel.record import BAD_ROW_DTYPE, ROW_DTYPE, STATS_DTYPE
 from sentinel.step_view import RankStep
 
-VERSION = 5
+VERSION = 6
 MAX_DESCRIPTORS = 1024
 """Descriptors of which it is remembered what is carried; a bound on memory."""
 MAX_CARRIED_BYTES = 40 * 2**20
-"""Most bytes of the rows that a digest carries; of a step with more all rows are asked for. Of 8 ranks 38,000 rows each, all
+"""Most bytes of the rows that a digest carries; of a step with more all rows are asked for. Of 8 ranks 93,000 rows each, all
 of them not finite."""
 MAX_RANKS, MAX_KINDS = 4096, 256
 """Most ranks of a machine, and kinds, in a digest: bounds on memory for whoever reads one."""
@@ -50,6 +50,8 @@ class DigestedRank(msgspec.Struct, frozen=True, array_like=True):
     """Rows of ROW_DTYPE, in their order."""
     row_ids: bytes = b""
     """[ids] bits: of which tensors there is a row."""
+    num_bad: Annotated[int, Meta(ge=0)] = 0
+    """Rows that hold a non-finite value."""
 
 
 class DigestedSums(NamedTuple):
@@ -88,11 +90,11 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
     is_lone: bytes
     """[num_tensors] bits: as `DigestedSums.is_lone`."""
     kinds: Annotated[tuple[str, ...], Meta(max_length=MAX_KINDS)] = ()
-    """Kinds of which all rows are carried, beside those that hold a non-finite value."""
+    """Kinds of which all rows are carried."""
     is_bad: bytes = b""
     """[num_tensors] bits: whether any row holds a non-finite value."""
-    has_bad_rows: bool = False
-    """Whether any row does, of whatever tensor."""
+    bad: bytes = b""
+    """Of the rows that hold a non-finite value, of whatever tensor, BAD_ROW_DTYPE: rank by rank, in their order."""
     first_ranks: bytes = b""
     """[num_tensors] <i4: the lowest rank that has a row; -1: none."""
     site_pos: bytes = b""
@@ -122,6 +124,7 @@ class NodeDigest(msgspec.Struct, frozen=True, array_like=True):
             or len(self.site_pos) != 4 * num_tensors
             or len(self.stats) != num_held * STATS_DTYPE.itemsize
             or len(self.marks) != 8 * len(marked)
+            or len(self.bad) != BAD_ROW_DTYPE.itemsize * sum(one.num_bad for one in self.ranks)
         ):
             return None
         stats = np.frombuffer(self.stats, STATS_DTYPE)
@@ -158,8 +161,9 @@ class DigestMaker:
         sums = share.sums(parts, found)
         ends = np.cumsum([len(part.rows) for part in parts])
         bad = [rows - begin for rows, begin in zip(np.split(found.bad_rows, _cuts(found, ends)), [0, *ends], strict=False)]
-        is_carried = [self._carries(part, rows) for part, rows in zip(parts, bad, strict=True)]
-        if sum(map(np.count_nonzero, is_carried)) * ROW_DTYPE.itemsize > MAX_CARRIED_BYTES:
+        is_carried = [self._carries(part) for part in parts]
+        num_bytes = sum(map(np.count_nonzero, is_carried)) * ROW_DTYPE.itemsize
+        if num_bytes + len(found.bad_rows) * BAD_ROW_DTYPE.itemsize > MAX_CARRIED_BYTES:
             return None
         carried = [part.rows[which].tobytes() for part, which in zip(parts, is_carried, strict=True)]
         first_ranks, site_pos = _sites(share, parts)
@@ -167,18 +171,19 @@ class DigestMaker:
         return NodeDigest(
             version=VERSION, step=step, is_native=native.prepare_digest is not None, share=share.key,
             ranks=tuple(
-                msgspec.structs.replace(one, carried=rows, row_ids=_row_ids(part))
-                for one, rows, part in zip(ranks, carried, parts, strict=True)
+                msgspec.structs.replace(one, carried=rows, row_ids=_row_ids(part), num_bad=len(at))
+                for one, rows, part, at in zip(ranks, carried, parts, bad, strict=True)
             ),
             stats=sums.stats[sums.present].tobytes(), present=np.packbits(sums.present).tobytes(),
             has_rows=np.packbits(sums.has_rows).tobytes(), marks=share.marks(parts)[share.compared].tobytes(),
             is_odd=np.packbits(is_odd).tobytes(), is_lone=np.packbits(_is_lone(share, parts)).tobytes(),
             kinds=tuple(sorted(self.kinds)), is_bad=np.packbits(found.is_bad).tobytes(),
-            has_bad_rows=bool(len(found.bad_rows)), first_ranks=first_ranks.tobytes(), site_pos=site_pos.tobytes(),
+            bad=b"".join([_of_bad(part.rows[at]) for part, at in zip(parts, bad, strict=True)]),
+            first_ranks=first_ranks.tobytes(), site_pos=site_pos.tobytes(),
         )  # fmt: skip
 
-    def _carries(self, part: RankStep, bad: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which rows of a rank are carried: [rows]. bad: which hold a non-finite value."""
+    def _carries(self, part: RankStep) -> npt.NDArray[np.bool_]:
+        """Return which rows of a rank are carried: [rows]."""
         descriptor = part.descriptor
         known = self._wanted.get(id(descriptor))
         if known is None:
@@ -192,7 +197,6 @@ class DigestMaker:
         ids, found = part.rows["tensor"], np.zeros(len(part.rows), np.bool_)
         is_known = ids < len(known[1])
         found[is_known] = known[1][ids[is_known]]
-        found[bad] = True
         return found
 
 
@@ -208,6 +212,14 @@ def row_ids(one: DigestedRank, num_ids: int) -> npt.NDArray[np.uint32]:
     """Return the ids of the tensors of which a rank has a row, rising. num_ids: that there are."""
     bits = np.unpackbits(np.frombuffer(one.row_ids[: (num_ids + 7) // 8], np.uint8))[:num_ids]
     return np.flatnonzero(bits).astype(np.uint32)
+
+
+def _of_bad(rows: npt.NDArray[np.void]) -> bytes:
+    """Return what is looked at of rows that hold a non-finite value."""
+    found = np.empty(len(rows), BAD_ROW_DTYPE)
+    for name in BAD_ROW_DTYPE.names or ():
+        found[name] = rows[name]
+    return found.tobytes()
 
 
 def _row_ids(part: RankStep) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -12,8 +13,7 @@ from sentinel.ingest.digest import Digest
 from sentinel.ingest.model_layout import ModelLayout
 from sentinel.ingest.node_digest import DigestedRank, DigestedSums, NodeDigest, carried_rows, row_ids
 from sentinel.ingest.node_share import NodeShare
-from sentinel.ingest.row_tables import is_bad_row
-from sentinel.record import ROW_DTYPE
+from sentinel.record import BAD_ROW_DTYPE, ROW_DTYPE
 
 
 class StepDigests:
@@ -47,7 +47,7 @@ class StepDigests:
         """As `ClosedStep.lone_weights`."""
         self.kinds = frozenset.intersection(*(frozenset(one.kinds) for one in digests))
         """Kinds of which all rows are carried."""
-        self.has_bad_rows = any(one.has_bad_rows for one in digests)
+        self.has_bad_rows = any(one.bad for one in digests)
         """Whether there are rows that hold a non-finite value."""
 
     @classmethod
@@ -86,11 +86,21 @@ class StepDigests:
         rows = {rank: carried_rows(self._of_rank[rank]) for rank in ids}
         return {rank: own[np.isin(own["tensor"], ids[rank])] for rank, own in rows.items()}
 
-    def bad(self) -> dict[int, npt.NDArray[np.void]]:
-        """Return rank -> its rows that hold a non-finite value, of the machines that have any."""
-        ranks = (one for found in self._digests if found.has_bad_rows for one in found.ranks)
-        carried = {one.rank: carried_rows(one) for one in ranks}
-        return {rank: rows[is_bad_row(rows)] for rank, rows in carried.items()}
+    def take_bad(self) -> tuple[npt.NDArray[np.void], dict[int, int]]:
+        """Return what is looked at of the rows that hold a non-finite value, [rows] BAD_ROW_DTYPE, ranks rising, and rank ->
+        how many are its own. Once: there may be millions, and they are not kept twice.
+        """
+        of_rank, nums = dict[int, memoryview](), dict[int, int]()
+        for found in self._digests:
+            at = 0
+            for one in found.ranks if found.bad else ():
+                num_bytes = one.num_bad * BAD_ROW_DTYPE.itemsize
+                of_rank[one.rank], nums[one.rank] = memoryview(found.bad)[at : at + num_bytes], one.num_bad
+                at += num_bytes
+        table = np.frombuffer(b"".join([of_rank[rank] for rank in sorted(of_rank)]), BAD_ROW_DTYPE)
+        of_rank.clear()
+        self._digests = [msgspec.structs.replace(one, bad=b"") if one.bad else one for one in self._digests]
+        return table, nums
 
     @cached_property
     def _of_rank(self) -> dict[int, DigestedRank]:

@@ -24,7 +24,7 @@ def a_digest(stats: bytes, carried: list[bytes]) -> NodeDigest:
     return NodeDigest(
         version=VERSION, step=3, is_native=True, share=b"s" * 16, ranks=ranks, stats=stats, present=b"\xff",
         has_rows=b"\xf0", marks=b"12345678", is_odd=b"\x02", is_lone=b"\x04", kinds=("activation",), is_bad=b"\x01",
-        has_bad_rows=True, first_ranks=bytes(range(16)), site_pos=bytes(range(16, 0, -1)),
+        bad=bytes(range(56)) * 2, first_ranks=bytes(range(16)), site_pos=bytes(range(16, 0, -1)),
     )  # fmt: skip
 
 

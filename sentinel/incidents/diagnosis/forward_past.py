@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,18 +18,33 @@ make replicas unlike; larger: a replica that went wrong by less passes for like.
 FORWARD_NUMBERS = tuple(int(kind) for kind in ACTIVATION_KINDS)
 
 
+class _Largest(NamedTuple):
+    """What replicas measured of the forward: an entry each tensor and replica, tensors rising, and replicas of one."""
+
+    tensor: np.ndarray
+    lane: np.ndarray
+    rms: np.ndarray
+    """The largest of the rows."""
+    peak: np.ndarray
+    was_bad: np.ndarray
+    """Whether any of the rows holds a non-finite value."""
+
+
 class ForwardPast:
-    """Of one step: the largest of each tensor and replica is formed once, whatever places are asked for."""
+    """Of one step: the largest of each tensor and replica is formed once, and only where a place has something before it."""
 
     def __init__(self, view: StepView, *, depth: np.ndarray, is_forward: np.ndarray, lane_of: np.ndarray) -> None:
         """view: with the rows of the forward. depth, is_forward: [tensors] as of `LogicalTensor.depth`, and whether it is of
         the forward and merged over replicas. lane_of: [ranks] the replica of each.
         """
-        self._view, self._depth = view, depth
-        rows = view.rows
+        self._view, self._depth, self._is_forward, self._lane_of = view, depth, is_forward, lane_of
+
+    @cached_property
+    def _largest(self) -> _Largest:
+        view, rows = self._view, self._view.rows
         at = np.flatnonzero(np.isin(rows["kind"], FORWARD_NUMBERS) & (view.row_logical >= 0))
-        at = at[is_forward[view.row_logical[at]]]
-        tensor, lane = view.row_logical[at].astype(np.int64), lane_of[view.row_rank[at]]
+        at = at[self._is_forward[view.row_logical[at]]]
+        tensor, lane = view.row_logical[at].astype(np.int64), self._lane_of[view.row_rank[at]]
         order = np.argsort(tensor * (int(lane.max(initial=0)) + 1) + lane, kind="stable")
         at, tensor, lane = at[order], tensor[order], lane[order]
         count = np.maximum(rows["count"][at].astype(np.float64), 1.0)
@@ -36,21 +53,19 @@ class ForwardPast:
             peak = np.maximum(np.abs(rows["min"][at]), np.abs(rows["max"][at]))
         is_bad = (rows["num_nan"][at] | rows["num_pos_inf"][at] | rows["num_neg_inf"][at]) != 0
         starts = np.flatnonzero(np.r_[np.ones(min(len(at), 1), np.bool_), (np.diff(tensor) != 0) | (np.diff(lane) != 0)])
-        self._tensor, self._lane = tensor[starts], lane[starts]
-        """[entries] each: tensors rising, and replicas of one."""
-        self._rms, self._peak = (np.maximum.reduceat(one, starts) if len(at) else one for one in (rms, peak))
-        """[entries] the largest of the rows."""
-        self._was_bad = np.logical_or.reduceat(is_bad, starts) if len(at) else is_bad
-        """[entries] whether any of the rows holds a non-finite value."""
+        if len(at):
+            rms, peak = np.maximum.reduceat(rms, starts), np.maximum.reduceat(peak, starts)
+            is_bad = np.logical_or.reduceat(is_bad, starts)
+        return _Largest(tensor[starts], lane[starts], rms, peak, is_bad)
 
     def upstream(self, depth: int, position: int, lane: int) -> Upstream:
         """Hold what a replica measured before a place, a depth and the position of a site, against the other replicas'."""
         is_earlier = (self._depth < depth) | ((self._depth == depth) & (self._view.site_pos < position))
-        before = np.flatnonzero(is_earlier[self._tensor])
+        before = np.flatnonzero(is_earlier[self._largest.tensor]) if (is_earlier & self._is_forward).any() else ()
         if not len(before):
             return Upstream(num_measured=0, num_blocks=0)
-        of_tensor, of_lane, was_bad = self._tensor[before], self._lane[before], self._was_bad[before]
-        largest = {"rms": self._rms[before], "largest value": self._peak[before]}
+        of_tensor, of_lane, rms, peak, was_bad = (one[before] for one in self._largest)
+        largest = {"rms": rms, "largest value": peak}
         ends = np.flatnonzero(np.r_[np.diff(of_tensor) != 0, True]) + 1
         num_measured = num_blocks = begin = 0
         unlike = ""

@@ -77,11 +77,12 @@ class RowWatch(Watch):
             bad = bad[np.isin(view.row_rank[bad], self.rule.match.rank)]
         found: list[Anomaly] = []
         if bad.size:
-            rows = view.rows
-            micro = rows["micro_step"][bad].astype(np.int64)
-            micro = np.where(micro >= 0, micro, rows["bad_micro_step"][bad])
-            series, rank = plan.slots[view.row_logical[bad]].astype(np.int64), view.row_rank[bad].astype(np.int64)
-            key = (series << SERIES_SHIFT) | (rank << 16) | ((micro + 1) & 0xFFFF)
+            rows, is_all = view.rows, bad.size == len(view.rows)
+            fields = rows["micro_step"], rows["bad_micro_step"], view.row_logical, view.row_rank
+            own, first, logical, rank = fields if is_all else (one[bad] for one in fields)
+            micro = np.where(own >= 0, own, first).astype(np.int64)
+            series = plan.slots[logical].astype(np.int64)
+            key = (series << SERIES_SHIFT) | (rank.astype(np.int64) << 16) | ((micro + 1) & 0xFFFF)
             is_open = self.episodes.locate(key) >= 0
             kept = self._kept(view, key, is_open, bad, micro)
             found.extend(self._emit(view, key[kept], bad[kept], micro[kept]))
@@ -170,7 +171,8 @@ class RowWatch(Watch):
             bad = np.flatnonzero(scores.score >= 1.0)
         if bad.size:
             logical = view.row_logical[bad]
-            bad = bad[(logical >= 0) & (plan.slots[logical] >= 0)]
+            is_taken = (logical >= 0) & (plan.slots[logical] >= 0)
+            bad = bad if is_taken.all() else bad[is_taken]
         return bad
 
     def _anomaly(self, view: StepView, at: int, micro: int, full: bool) -> Anomaly:
