@@ -38,19 +38,21 @@ class AwayParts:
 
     def __init__(self, source: RowSource) -> None:
         self._source = source
-        self._frames: list[AwayFrame] = []
+        self._parts: list[tuple[RankPartOfStep, int]] = []
+        """Each with the number of the last frame that belongs to the step."""
         self._fetched: Mapping[tuple[bytes, int], Buffer] | None = None
 
     def add(self, part: RankPartOfStep, last_seq: int) -> bool:
         """Take in a part; return whether any of its rows are away."""
-        frames = part.away_until(last_seq)
-        self._frames += frames
-        return bool(frames)
+        if not part.has_away_until(last_seq):
+            return False
+        self._parts.append((part, last_seq))
+        return True
 
     def of(self, incarnation: bytes) -> Mapping[int, Buffer]:
         """Return the payloads of one process's frames, by number."""
         if self._fetched is None:
-            self._fetched = self._source.fetch(self._frames)
+            self._fetched = self._source.fetch([one for part, last in self._parts for one in part.away_until(last)])
         return {seq: payload for (process, seq), payload in self._fetched.items() if process == incarnation}
 
     def some(
@@ -77,12 +79,6 @@ class AwayParts:
             rows = one.rows if one.rows_seen else one.part.rows_until(one.last_seq, one.descriptor, fetched)
             found[one.rank] = rows[np.isin(rows["tensor"], tensors[one.rank])]
         return found
-
-
-def away_part(of: RankStep, part: RankPartOfStep, last_seq: int, away: AwayParts) -> AwayRankStep:
-    """Return a rank's part as it is, but for its rows: those of the frames of `part` up to last_seq, when asked for."""
-    known = {name: getattr(of, name) for name in RankStep.__struct_fields__}
-    return AwayRankStep(**known, part=part, last_seq=last_seq, away=away)
 
 
 class AwayRankStep(RankStep, frozen=True, kw_only=True):

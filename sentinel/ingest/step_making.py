@@ -8,7 +8,7 @@ import numpy as np
 
 from sentinel.decision import Decision, RankPart
 from sentinel.ingest.attempts import Attempt, Attempts, AttemptState
-from sentinel.ingest.away_rows import AwayParts, AwayRankStep, RowSource, away_part
+from sentinel.ingest.away_rows import AwayParts, AwayRankStep, RowSource
 from sentinel.ingest.blindness import Blindness
 from sentinel.ingest.digested_step import DigestedStep
 from sentinel.ingest.merge import ClosedStep
@@ -21,6 +21,8 @@ from sentinel.ingest.step_parts import OpenStep, RankPartOfStep
 from sentinel.messages import Descriptor
 from sentinel.record import ROW_DTYPE
 from sentinel.step_view import RankStep
+
+_NO_ROWS = np.empty(0, ROW_DTYPE)
 
 
 class StepMaker:
@@ -98,19 +100,19 @@ class StepMaker:
         descriptor = incarnation.layouts.get(one.layout_id, incarnation.descriptor) if incarnation is not None else None
         if incarnation is None or part is None or descriptor is None:
             return None
-        end_step = part.end_step if one.is_ended else None
-        is_away = away is not None and away.add(part, one.last_seq)
-        made = RankStep(
-            rank=one.rank,
-            descriptor=descriptor,
-            rows=np.empty(0, ROW_DTYPE) if is_away else part.rows_until(one.last_seq, descriptor),
-            end_step=end_step,
-            time=part.wall_ns(one.last_seq) / 1e9,
-            health=self._received.take_health(incarnation, one.last_seq),
-            incarnation=one.incarnation,
-            ended_mono_s=part.end.frame.header.mono_ns / 1e9 if part.end is not None and end_step is not None else 0.0,
-        )
-        return away_part(made, part, one.last_seq, away) if away is not None and is_away else made
+        last_seq, is_ended = one.last_seq, one.is_ended and part.end is not None
+        end_step = part.end_step if is_ended else None
+        time, health = part.wall_ns(last_seq) / 1e9, self._received.take_health(incarnation, last_seq)
+        ended_mono_s = part.end.frame.header.mono_ns / 1e9 if part.end is not None and is_ended else 0.0
+        if away is not None and away.add(part, last_seq):
+            return AwayRankStep(
+                rank=one.rank, descriptor=descriptor, rows=_NO_ROWS, end_step=end_step, time=time, health=health,
+                incarnation=one.incarnation, ended_mono_s=ended_mono_s, part=part, last_seq=last_seq, away=away,
+            )  # fmt: skip
+        return RankStep(
+            rank=one.rank, descriptor=descriptor, rows=part.rows_until(last_seq, descriptor), end_step=end_step, time=time,
+            health=health, incarnation=one.incarnation, ended_mono_s=ended_mono_s,
+        )  # fmt: skip
 
     def _count_left_over(self, decision: Decision, opened: OpenStep) -> None:
         """Count what lies in a closed step without being part of it: replaced processes, and on replay what came late."""

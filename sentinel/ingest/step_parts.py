@@ -156,6 +156,10 @@ class RankPartOfStep:
                 found.append(one)
         return found
 
+    def has_away_until(self, last_seq: int) -> bool:
+        """Return whether the rows of any of its frames up to last_seq are away."""
+        return any(record.frame.num_bytes_away and seq <= last_seq for seq, _, record in self.rows)
+
     def away_until(self, last_seq: int) -> list[AwayFrame]:
         """Return the frames up to last_seq whose rows are away."""
         return [
