@@ -183,6 +183,9 @@ class Attempts:
         self._newest_of: dict[bytes, int] = {}
         self._decided: dict[tuple[bytes, int], int] = {}
         """Session -> attempt, from the decisions that are still to be replayed."""
+        self._dropped: set[int] = set()
+        """Attempts whose state is not kept any more."""
+        self._next_order = 0
 
     @property
     def newest(self) -> int:
@@ -247,26 +250,42 @@ class Attempts:
         """Assign a session of which no frame was read yet to the attempt of a decision that is replayed."""
         self._decided[incarnation, generation] = number
 
-    def place(self, incarnation: Incarnation, generation: int, step: int) -> Session:
-        """Return the session that an incarnation's step is of; at its first step find its attempt, or open one."""
+    def place(self, incarnation: Incarnation, generation: int, step: int) -> Session | None:
+        """Return the session that an incarnation's step is of; at its first step find its attempt, or open one.
+
+        None: the attempt is so long over that its state is not kept any more.
+        """
         known = self._sessions.get((incarnation.id, generation))
         if known is not None:
-            return known
+            return known if known.attempt in self.by_number else None
         self.newcomers.pop(incarnation.id, None)
-        number = self._decided.get((incarnation.id, generation))
-        if number is None:
-            number = self._choose(incarnation, generation, step)
+        decided = self._decided.get((incarnation.id, generation))
+        number = self._choose(incarnation, generation, step) if decided is None else decided
+        if number in self._dropped and decided is None:
+            return None
         if number not in self.by_number:
-            self.by_number[number] = Attempt(AttemptState(number))
-            for old in sorted(self.by_number)[:-MAX_ATTEMPTS]:
-                if not self.by_number[old].open:
-                    del self.by_number[old]
+            self._open(number)
         if incarnation.attempt is not None:
             self.declared[incarnation.attempt] = max(number, self.declared.get(incarnation.attempt, number))
-        session = Session(incarnation, generation, number, len(self._sessions))
-        self._sessions[incarnation.id, generation] = session
-        self._newest_of[incarnation.id] = number
-        self.by_number[number].sessions[incarnation.rank] = session
+        return self._add(Session(incarnation, generation, number, self._next_order))
+
+    def _open(self, number: int) -> None:
+        self.by_number[number] = Attempt(AttemptState(number))
+        self._dropped.discard(number)
+        for old in sorted(self.by_number)[:-MAX_ATTEMPTS]:
+            if old != number and not self.by_number[old].open:
+                del self.by_number[old]
+                self._dropped.add(old)
+
+    def _add(self, session: Session) -> Session:
+        incarnation, attempt = session.incarnation, self.by_number.get(session.attempt)
+        self._next_order = max(self._next_order, session.order + 1)
+        self._sessions[incarnation.id, session.generation] = session
+        self._newest_of[incarnation.id] = session.attempt
+        if attempt is None:
+            self._dropped.add(session.attempt)
+        else:
+            attempt.sessions[incarnation.rank] = session
         return session
 
     def _choose(self, incarnation: Incarnation, generation: int, step: int) -> int:
@@ -277,10 +296,15 @@ class Attempts:
             return incarnation.attempt if is_free else newest + 1
         if former is not None:
             candidate = newest if incarnation.attempt is None else self.declared[incarnation.attempt]
+            if former.attempt in self._dropped:
+                return former.attempt
             if candidate == former.attempt:
                 return newest + 1
         elif incarnation.attempt is not None:
             candidate = self.declared[incarnation.attempt]
+            if candidate in self._dropped and self._is_begun_behind(incarnation, newest):
+                # A job that is submitted again: its launcher counts from 0 once more.
+                return newest + 1
             if self._is_of_another_world(incarnation, candidate):
                 # The world shrank or grew, and its launcher calls that the same attempt: nobody waits for former ranks.
                 return newest + 1
@@ -295,6 +319,11 @@ class Attempts:
                 return newest + 1
         found = self.by_number.get(candidate)
         return newest + 1 if found is not None and found.has_reported(incarnation.rank, step) else candidate
+
+    def _is_begun_behind(self, incarnation: Incarnation, number: int) -> bool:
+        """Return whether an incarnation began when those of an attempt wrote no more."""
+        last_ns = max((one.incarnation.last_wall_ns for one in self.by_number[number].sessions.values()), default=0)
+        return incarnation.first_wall_ns > last_ns
 
     def _is_of_another_world(self, incarnation: Incarnation, number: int) -> bool:
         found = self.by_number.get(number)
@@ -331,15 +360,14 @@ class Attempts:
         """Go on from what `states`, `sessions` and `declared` were."""
         self.declared = declared
         self.by_number = {one.number: Attempt(one) for one in states}
+        self._dropped = set(declared.values()) - self.by_number.keys()
         for incarnation_id, generation, number, order in sorted(sessions, key=lambda one: one[3]):
-            incarnation = incarnations.get(incarnation_id)
-            if incarnation is not None and number in self.by_number:
-                session = Session(incarnation, generation, number, order)
-                self._sessions[incarnation_id, generation] = session
-                self._newest_of[incarnation_id] = number
-                self.by_number[number].sessions[incarnation.rank] = session
-                if incarnation.descriptor is not None:
-                    self.by_number[number].take_world_size(incarnation.rank, incarnation.descriptor.place.world_size)
+            incarnation, attempt = incarnations.get(incarnation_id), self.by_number.get(number)
+            if incarnation is None:
+                continue
+            self._add(Session(incarnation, generation, number, order))
+            if attempt is not None and incarnation.descriptor is not None:
+                attempt.take_world_size(incarnation.rank, incarnation.descriptor.place.world_size)
 
 
 def _began_together(incarnation: Incarnation, other: Incarnation) -> bool:

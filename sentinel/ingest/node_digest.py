@@ -2,8 +2,8 @@
 
 It stands for the rows of a step in which they are not looked at one by one. What is looked at of rows that hold a non-finite
 value is in it: in that very step nobody may wait for those of all machines. It names the tensors whose copies on the machine
-differ: of these, as of others of a kind that is not carried, a judge who looks at single rows asks for the rows. Whoever uses
-it comes to the same bits as whoever has the rows.
+differ: of these, as of others of a kind that is not carried, a judge who looks at single rows asks for the rows. Who uses it
+comes to the same bits as who has the rows.
 """
 
 from __future__ import annotations

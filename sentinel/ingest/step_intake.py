@@ -64,6 +64,10 @@ class StepIntake:
             return
         generation = self._received.ended_of(incarnation).receive(step, seq, is_end=isinstance(record.message, EndStep))
         session = self._attempts.place(incarnation, generation, step)
+        if session is None:
+            if seq > self._counted_seq.get(incarnation.id, 0):
+                self._blindness.add_late(incarnation.rank, header.row_count, 0 if header.row_count else 1)
+            return
         attempt = self._attempts.by_number[session.attempt]
         descriptor = record.descriptor or incarnation.descriptor
         if descriptor is not None and attempt.sessions.get(session.incarnation.rank) is session:
