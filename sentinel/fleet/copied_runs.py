@@ -22,12 +22,13 @@ from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
 from sentinel.fleet.fetched_rows import FetchedRows
 from sentinel.fleet.intake_tally import IntakeTally
-from sentinel.fleet.run_copies import SILENT_S, RunCopies
+from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S, RunCopies
 from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, Published, RowsPiece, SpoolChunk
 from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.arrivals import Arrivals
 from sentinel.join_health import JoinHealth, NodeHealth
 from sentinel.printable import printable
+from sentinel.run_name import PARTS_OF_A_RUN
 
 BEGIN_S = 2.0
 """Seconds after the join begins in which nodes may report before anything is taken to be all there is."""
@@ -72,14 +73,19 @@ class CopiedRuns:
 
     def recall(self) -> None:
         """Begin, with what lies in the directory and nothing else: another process may have written there until now."""
+        found = dict[str, RunCopies]()
+        for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
+            if _is_name(path.name) and (path / "spool").is_dir():
+                run = RunCopies(path, self.tally)
+                if run.recall():
+                    found[path.name] = run
         with self._lock:
-            self._begun = self._clock()
-            self._runs.clear()
-            for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
-                if _is_name(path.name) and (path / "spool").is_dir():
-                    run = RunCopies(path, self.tally)
-                    if run.recall(self._begun):
-                        self._runs[path.name] = run
+            # Of a long backlog that took longer than a node may be silent.
+            self._begun, self._runs = self._clock(), found
+            for run in found.values():
+                run.begin(self._begun)
+            for rows in self._rows.values():
+                rows.forget()
 
     def has_room(self) -> bool:
         """Return whether anything more may be taken from the stream, which is that of all runs.
@@ -165,9 +171,11 @@ class CopiedRuns:
                 return
             try:
                 self.counts["rows_bytes"] += self._rows_of(piece.run).take_rows(piece, copy.fill)
-            except (OSError, WireError) as error:
-                what = f"{piece.run}/{piece.folder}/rows/{type(error).__name__}"
-                self.tally.say(what, f"run {printable(piece.run)}: {error}")
+            except OSError as error:
+                # They are asked for until they can be written.
+                self.tally.note_disk(f"{copy.folder}: {error.strerror or error}")
+            except WireError as error:
+                self.tally.say(f"{piece.run}/{piece.folder}/rows", f"run {printable(piece.run)}: {error}")
 
     def take_beat(self, beat: Beat, *, is_drained: bool) -> Answer | None:
         """Take in what a node says, and return the answer; None: there is none to a run of such a name, nor to what came
@@ -202,13 +210,23 @@ class CopiedRuns:
         with self._lock:
             self._runs[run].copies[folder].begin()
 
-    def release(self) -> int:
-        """Write what no node may be behind of; return the bytes that are new."""
+    def release(self, may_act: Callable[[], bool] = lambda: True) -> int:
+        """Write what no node may be behind of; return the bytes that are new.
+
+        may_act: asked before each chunk: another process may have these copies from one moment to the next.
+        """
         with self._lock:
             now = self._clock()
             if now - self._begun < self._begin_s:
                 return 0
-            return sum(run.release(now) for run in self._runs.values())
+            self._forget_ended(now)
+            return sum(run.release(now, may_act) for run in self._runs.values())
+
+    def _forget_ended(self, now: float) -> None:
+        """Let go of the digests of runs of which no node has spoken for an hour: of many runs they would fill the memory."""
+        for name, run in self._runs.items():
+            if now - run.newest_beat >= FORGOTTEN_S and name in self._rows:
+                self._rows[name].forget()
 
     def refuse(self, what: str, why: str) -> None:
         """As `IntakeTally.refuse`, for any thread."""
@@ -233,7 +251,8 @@ class CopiedRuns:
         if found is None:
             found = self._rows[run] = FetchedRows(
                 self.directory / run, owner=functools.partial(self._owner, run),
-                is_heard=functools.partial(self._is_heard, run), wait=self._wait,
+                is_heard=functools.partial(self._is_heard, run), is_refused=lambda: bool(self.tally.disk_problem),
+                wait=self._wait,
             )  # fmt: skip
         return found
 
@@ -269,6 +288,12 @@ class CopiedRuns:
             if self._held_bytes >= MAX_HELD_BYTES:
                 problems.append(f"{self._held_bytes >> 20} MiB are held for nodes that are behind: nothing more is taken")
             problems += [
+                f"run {printable(name)}: nodes that speak and do not hear the answers, and are waited for no more: "
+                f"{', '.join(map(printable, deaf[:MAX_NODES_SAID]))}; are they given our --key, and may their login hear?"
+                for name, run in self._runs.items()
+                if (deaf := run.deaf(now))
+            ]
+            problems += [
                 f"run {printable(name)}: {run.held_bytes >> 20} MiB wait for nodes that are behind, "
                 f"{', '.join(map(printable, run.waits_for(now)[:MAX_NODES_SAID]))}; more of it is dropped, and comes again"
                 for name, run in self._runs.items()
@@ -295,6 +320,7 @@ class CopiedRuns:
             return None
         if name not in self._runs:
             self._runs[name] = RunCopies(self.directory / name, self.tally)
+            self._runs[name].begin(self._clock())
         return self._runs[name]
 
     def _claimed(self, one: SpoolChunk | RowsPiece) -> RunCopies | None:
@@ -352,5 +378,6 @@ def _unknown_commands(folder: Path, known: set[str]) -> dict[str, bytes]:
 
 
 def _is_name(name: str) -> bool:
-    """Return whether a run or a node may be called so: visible, no path, and short enough for a folder."""
-    return name.isprintable() and "/" not in name and not name.startswith(".") and 0 < len(name.encode()) <= 200
+    """Return whether a run or a node may be called so: visible, no path, short enough for a folder, and no part of a run."""
+    is_path = "/" in name or name.startswith(".")
+    return name.isprintable() and not is_path and 0 < len(name.encode()) <= 200 and name not in PARTS_OF_A_RUN

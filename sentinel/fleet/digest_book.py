@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 from sentinel.fleet.packed_digest import PackedDigest
 from sentinel.ingest.node_digest import NodeDigest
@@ -14,6 +15,8 @@ MAX_JUDGED_BYTES, LEAST_JUDGED = 64 * 2**20, 2
 """Most bytes of the digests of these, but for so many steps: a step is judged again behind a snapshot, if at all."""
 MAX_BYTES = 256 * 2**20
 """Most bytes of digests of one run that are kept; of what is dropped the rows are asked for."""
+MAX_NODE_BYTES = 256 * 2**20
+"""Most bytes of the digests of one node; of what it sends beyond that the rows are asked for: it is broken, or lies."""
 LEAST_STEPS = 8
 """Digests of so many steps are kept, whatever they take: of 2,000 nodes those of one step come to 150 MB."""
 MOST_OF_NODE = 64
@@ -28,6 +31,7 @@ class DigestBook:
         they are judged; then the newest, which are judged last."""
         self._of_step: dict[int, dict[str, dict[tuple[tuple[bytes, int, int], ...], PackedDigest]]] = {}
         self._bytes_of_step: dict[int, int] = {}
+        self._bytes_of_node = Counter[str]()
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._asked_step = -1
@@ -40,10 +44,11 @@ class DigestBook:
             former = of_node.pop(found.of, None)
             if former is None and len(of_node) >= MOST_OF_NODE:
                 former = of_node.pop(next(iter(of_node)))
-            more = found.num_bytes - (0 if former is None else former.num_bytes)
-            self._num_bytes += more
-            self._bytes_of_step[found.step] = self._bytes_of_step.get(found.step, 0) + more
-            of_node[found.of] = found
+            if former is not None:
+                self._count(node, found.step, -former.num_bytes)
+            if self._bytes_of_node[node] + found.num_bytes <= MAX_NODE_BYTES:
+                self._count(node, found.step, found.num_bytes)
+                of_node[found.of] = found
             oldest = min(self._of_step)
             while oldest < self._asked_step - MAX_JUDGED or (
                 self._num_bytes > self._max_bytes and len(self._of_step) > LEAST_STEPS
@@ -70,6 +75,18 @@ class DigestBook:
             if num_bytes <= MAX_JUDGED_BYTES:
                 return
 
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            for step in list(self._of_step):
+                self._drop(step)
+
+    def _count(self, node: str, step: int, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._bytes_of_step[step] = self._bytes_of_step.get(step, 0) + num_bytes
+        self._bytes_of_node[node] += num_bytes
+
     def _drop(self, step: int) -> None:
-        del self._of_step[step]
-        self._num_bytes -= self._bytes_of_step.pop(step)
+        for node, of_node in self._of_step.pop(step).items():
+            self._bytes_of_node[node] -= sum(one.num_bytes for one in of_node.values())
+        self._num_bytes -= self._bytes_of_step.pop(step, 0)

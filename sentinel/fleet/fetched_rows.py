@@ -58,9 +58,11 @@ class FetchedRows:
         *,
         owner: Callable[[str], str],
         is_heard: Callable[[str], bool],
+        is_refused: Callable[[], bool] = lambda: False,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
-        """owner: folder of a spool -> the node that it comes from, empty: none. is_heard: whether a node speaks.
+        """owner: folder of a spool -> the node that it comes from, empty: none. is_heard: whether a node speaks. is_refused:
+        whether the disk takes nothing, so that what nodes send cannot be written.
 
         wait: lets seconds pass in the thread that judges, which may do something else meanwhile.
         """
@@ -73,6 +75,7 @@ class FetchedRows:
         self.why_ended = ""
         """Why nothing is fetched any more; empty: it is."""
         self._spool_dir, self._owner, self._is_heard, self._wait = run_dir / "spool", owner, is_heard, wait
+        self._is_refused = is_refused
         self._book = DigestBook()
         self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
         self._wanted = defaultdict[str, dict[AwayFrame, bool]](dict)
@@ -127,7 +130,7 @@ class FetchedRows:
                     gone.intersection_update(missing)
                 gone |= {one for one in missing if not self._is_heard(self._owner(one.folder))}
                 missing = [one for one in missing if not self._read(one, found)]
-                if len(missing) < num_missing:
+                if len(missing) < num_missing or self._is_refused():
                     advanced, num_missing = time.monotonic(), len(missing)
                 elif time.monotonic() - advanced >= STALLED_S:
                     gone.update(missing)
@@ -161,6 +164,11 @@ class FetchedRows:
         return True
 
     # For the thread of the join.
+
+    def forget(self) -> None:
+        """Let go of all that nodes sent: of a run that is over nobody asks for it, and rows can be asked for again."""
+        self._book.clear()
+        self._begun.clear()
 
     def wanted(self, node: str) -> tuple[AwayFrame, ...]:
         """Return the frames that a node is to send."""

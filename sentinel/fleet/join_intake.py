@@ -138,17 +138,7 @@ class JoinIntake:
             if self._is_closing.is_set():
                 await self._give_back(jetstream)
                 return
-            self._copies.recall()
-            self._has_begun = True
-            log.info("join: copies in %s are written from %s", self._copies.directory, self._broker.shown)
-
-            async def take_beat(message: Msg) -> None:
-                await self._take_beat(client, message)
-
-            await client.subscribe(subjects.BEATS, cb=take_beat)
-            tasks = [
-                asyncio.ensure_future(one) for one in (self._take(client), self._release(), self._keep(client, jetstream))
-            ]
+            tasks = [asyncio.ensure_future(one) for one in (self._work(client), self._keep(client, jetstream))]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -166,6 +156,25 @@ class JoinIntake:
             self.lost = f"the lease of epoch {self.epoch} was not renewed for {self._lease.times.stop_s:g} s{taken}"
             log.error("join: %s; this process does nothing more and ends", self.lost)
             self._on_lost()
+
+    async def _work(self, client: Client) -> None:
+        """Take what nodes say, behind what lies in the directory: of a long backlog that is read for longer than a lease
+        lasts."""
+        await asyncio.to_thread(self._copies.recall)
+        self._has_begun = True
+        log.info("join: copies in %s are written from %s", self._copies.directory, self._broker.shown)
+
+        async def take_beat(message: Msg) -> None:
+            await self._take_beat(client, message)
+
+        await client.subscribe(subjects.BEATS, cb=take_beat)
+        tasks = [asyncio.ensure_future(one) for one in (self._take(client), self._release())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            errors = await end_all(tasks)
+        if errors:
+            raise errors[0]
 
     @property
     def _may_act(self) -> bool:
@@ -235,7 +244,7 @@ class JoinIntake:
 
     async def _release(self) -> None:
         while self._may_act:
-            self._copies.release()
+            self._copies.release(lambda: self._may_act)
             await asyncio.sleep(RELEASE_S)
 
     async def _take(self, client: Client) -> None:
@@ -258,9 +267,15 @@ class JoinIntake:
             self._copies.refuse(message.subject, f"{message.subject}: {error}")
             return
         self.num_taken_bytes += len(message.data)
-        if self._is_its_own(message, published[0]):
+        if not self._is_its_own(message, published[0]):
+            return
+        try:
             for one in published:
                 self._copies.take(one)
+        except Exception as error:
+            # A join that ended with one message would be followed by others that end with it.
+            log.exception("join: %s: a message could not be taken", message.subject)
+            self._copies.refuse(f"{message.subject}/{type(error).__name__}", f"{message.subject}: {error!r}")
 
     def _is_its_own(self, message: Msg, said: Published | Beat) -> bool:
         """Return whether a message came under the name that it has: a broker with permissions vouches for the subject."""

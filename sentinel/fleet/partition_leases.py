@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sentinel.fleet")
 
+MAX_FLOOR = 2**30
+"""Epochs above it are a lie: no worker took a partition so often, and there must be room above what is believed."""
+
 
 class WorkerEntry(msgspec.Struct, frozen=True, array_like=True):
     """One worker that works. Fields are only ever added, last."""
@@ -75,6 +78,8 @@ class PartitionLeases:
         self._held: dict[int, int] = {}
         self._held_until = 0.0
         self._floors: dict[int, int] = {}
+        self._lied_of: set[int] = set()
+        """Partitions of which an epoch was named that no worker can have."""
         self._num_renewals = 0
         self._seq: int | None = None
         self._seen: dict[str, tuple[int, float]] = {}
@@ -100,6 +105,11 @@ class PartitionLeases:
         """Let go of a partition that a newer epoch is known of, and take it, if at all, under a higher one: a broker may
         have lost its records.
         """
+        if epoch > MAX_FLOOR:
+            if partition not in self._lied_of:
+                self._lied_of.add(partition)
+                log.warning("partition %d: a node names epoch %d, which no worker has: that is refused", partition, epoch)
+            return
         if self._held.get(partition, epoch) < epoch:
             log.warning("partition %d: epoch %d is known, and ours is lower: it is let go of", partition, epoch)
             del self._held[partition]

@@ -17,6 +17,7 @@ import msgspec
 
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
+from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import MAX_COMMANDS, Answer, Beat, DigestPiece, Published, SpoolChunk, SpoolHead
 from sentinel.fleet.spool_copy import MAX_INDEX
 from sentinel.fleet.subjects import partition_of, token
@@ -50,6 +51,7 @@ class RelayedNode:
         kinds: as `digested_kinds` of `NodeRuns`, as is_signed. worker: name of this process. clock: monotonic seconds.
         """
         self.node, self.epoch, self.partition = node, epoch, partition_of(node)
+        self._clock, self._heard_at = clock, clock()
         self.num_ahead_bytes = 0
         """Bytes that are here and that the join has not got."""
         self.num_waiting_bytes = 0
@@ -89,11 +91,16 @@ class RelayedNode:
 
     def has_room(self) -> bool:
         """Return whether anything more may be taken."""
-        return self.copies.held_bytes < MAX_HELD_BYTES and self.num_ahead_bytes < MAX_AHEAD_BYTES
+        return self.copies.held_bytes < MAX_HELD_BYTES and (self.num_ahead_bytes < MAX_AHEAD_BYTES or self._is_silent)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether it has said nothing for `SILENT_S`: how far it is ahead stays as it was, and others wait for nobody."""
+        return self._clock() - self._heard_at >= SILENT_S
 
     def take_chunk(self, chunk: SpoolChunk) -> None:
         """Take in what the node published of a spool of which the join has spoken; other chunks come again."""
-        if (chunk.run, chunk.folder) in self._begun:
+        if (chunk.run, chunk.folder) in self._begun and not (self._is_silent and self.num_ahead_bytes >= MAX_AHEAD_BYTES):
             self.copies.take_chunk(chunk)
 
     def release(self) -> None:
@@ -107,6 +114,7 @@ class RelayedNode:
         None as of `CopiedRuns.take_beat`, and while the join has not spoken of each spool: until then nobody knows where the
         node is to go on.
         """
+        self._heard_at = self._clock()
         # Of what is committed nothing is kept here.
         heads = {folder: msgspec.structs.replace(head, first=MAX_INDEX) for folder, head in beat.spools.items()}
         answer = self.copies.take_beat(msgspec.structs.replace(beat, spools=heads), is_drained=is_drained)

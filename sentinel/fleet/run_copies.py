@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +23,15 @@ from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
 from sentinel.wire.pulse import NAME as PULSE
 from sentinel.wire.spool import parse_incarnation_folder
+from sentinel.wire.spool_files import list_files, list_kept
 from sentinel.wire.witness import NAME as WITNESS
 
 SILENT_S = 30.0
 """A node that said nothing for so long is waited for no more."""
+DEAF_S = 60.0
+"""A node that speaks, and for so long shows by nothing that it hears the answers, is waited for no more."""
 FORGOTTEN_S = 3600.0
 """A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
-MAX_FOLDER_CHARS = 64
 ACKS_A_SECOND = 512
 """Of the files that say what is committed so many are looked at a second: thousands are not looked at with each beat. A node
 frees some seconds later what it need not keep."""
@@ -82,8 +85,16 @@ class RunCopies:
         """Folders of spools that hold more than their copies, or may: their nodes have not spoken yet."""
         self._spoken: set[str] = set()
         """Nodes that have said since the beginning what they hold."""
+        self._unheard: dict[str, float] = {}
+        """Node -> when the first answer was given since it last showed that it had heard one."""
+        self.newest_beat = -math.inf
+        """When any node spoke last."""
 
-    def recall(self, begun: float) -> bool:
+    def begin(self, now: float) -> None:
+        """Give the nodes of what is here as long to report as any that falls silent."""
+        self.heard, self.newest_beat = dict.fromkeys(self._owners.values(), now), now
+
+    def recall(self) -> bool:
         """Go on with the copies that an earlier process began; return whether there are any."""
         for path in sorted((self._run_dir / "spool").iterdir()):
             if parse_incarnation_folder(path.name) is None:
@@ -93,10 +104,14 @@ class RunCopies:
             except (OSError, ValueError):
                 continue
             if isinstance(owner, str):
-                self._owners[path.name], self.copies[path.name] = owner, SpoolCopy(path)
+                try:
+                    self.copies[path.name] = SpoolCopy(path)
+                except OSError as error:
+                    why = f"{path}: the copy cannot be read: {error.strerror or error}; that spool is not judged"
+                    self._tally.say(f"{self._name}/{path.name}/recall", why)
+                    continue
+                self._owners[path.name] = owner
                 self._behind.add(path.name)
-        # They have as long to report as any that falls silent.
-        self.heard = dict.fromkeys(self._owners.values(), begun)
         return bool(self._owners)
 
     # Whose is whose.
@@ -110,7 +125,7 @@ class RunCopies:
         owner = self._owners.get(folder)
         if owner == node:
             return ""
-        if parse_incarnation_folder(folder) is None or len(folder) > MAX_FOLDER_CHARS:
+        if parse_incarnation_folder(folder) is None:
             why = f"run {self._name}: node {node}: expected the folder of a spool, got {printable(folder[:64])!r}"
             self._tally.say(f"{self._name}/{folder}", why)
             return why
@@ -123,12 +138,13 @@ class RunCopies:
     def _begin(self, folder: str, node: str) -> str:
         path = self._run_dir / "spool" / folder
         try:
-            if path.exists():
+            if list_files(path) or list_kept(path):
                 why = f"run {self._name}: spool {folder} of node {node}: this directory has one that came from no node"
                 self._tally.say(f"{self._name}/{folder}/{node}", why)
                 return why
             make_directory(path)
-            _put(path / OWNER, json.dumps(node).encode())
+            # Whose it is must be known before anything is in it: one that is nobody's is taken from no node.
+            _write(path / OWNER, json.dumps(node).encode())
         except OSError as error:
             self._tally.note_disk(f"{path}: {error.strerror or error}")
             return self._tally.disk_problem
@@ -148,7 +164,7 @@ class RunCopies:
         node = beat.node
         if beat.number[0]:
             self._numbers[node] = beat.number
-        self.heard[node] = now
+        self.heard[node] = self.newest_beat = now
         if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)
             self._behind -= {one for one, owner in self._owners.items() if owner == node and one not in self._heads}
@@ -157,10 +173,12 @@ class RunCopies:
             sum(one.waiting_bytes for one in beat.spools.values()),
             max((one.waiting_s for one in beat.spools.values()), default=0.0),
         )
-        if beat.echo[0] == join:
-            self._seen_until[node] = max(self._seen_until.get(node, 0.0), beat.echo[1] / 1e9)
+        if beat.echo[0] == join and beat.echo[1] / 1e9 > self._seen_until.get(node, 0.0):
+            self._seen_until[node] = beat.echo[1] / 1e9
+            self._unheard.pop(node, None)
+        self._unheard.setdefault(node, now)
         if beat.is_leaving:
-            del self.heard[node], self._spoke[node]
+            del self.heard[node], self._spoke[node], self._unheard[node]
         # One that ends waits for what is committed.
         look_s = 0.0 if beat.is_ending else len(self.copies) / ACKS_A_SECOND
         return {folder: self._compared(folder, head, node, now, look_s) for folder, head in beat.spools.items()}
@@ -241,12 +259,12 @@ class RunCopies:
         """Return the nodes that the oldest chunk waits for."""
         return sorted(one for one in self._live(now) if self._held and self._seen_until.get(one, 0.0) < self._held[0][0])
 
-    def release(self, now: float) -> int:
-        """Write what no node may be behind of; return the bytes that are new."""
+    def release(self, now: float, may_act: Callable[[], bool]) -> int:
+        """Write what no node may be behind of; return the bytes that are new. may_act: asked before each chunk."""
         self._pulses.write_silent(self.heard, now)
         until = min((self._seen_until.get(node, 0.0) for node in self._live(now)), default=now)
         num_new = 0
-        while self._held and self._held[0][0] <= until:
+        while self._held and self._held[0][0] <= until and may_act():
             _, chunk = self._held.popleft()
             self._held_of[chunk.folder].pop(0)
             self.held_bytes -= len(chunk.data)
@@ -267,7 +285,16 @@ class RunCopies:
         self._tally.counts["dropped"] += 1
 
     def _live(self, now: float) -> list[str]:
-        return [node for node, heard in self.heard.items() if now - heard < SILENT_S]
+        unheard = self._unheard
+        return [
+            node for node, heard in self.heard.items() if now - heard < SILENT_S and now - unheard.get(node, now) < DEAF_S
+        ]
+
+    def deaf(self, now: float) -> list[str]:
+        """Return the nodes that speak, and do not hear."""
+        return sorted(
+            node for node, since in self._unheard.items() if now - since >= DEAF_S and now - self.heard[node] < SILENT_S
+        )
 
     def _write(self, chunk: SpoolChunk) -> int:
         copy, counts = self.copies[chunk.folder], self._tally.counts
@@ -298,8 +325,12 @@ def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
 
 def _put(path: Path, data: bytes) -> None:
     """Write a small file whole, 0600; where the disk takes it not, the former one stays."""
-    draft = path.with_name(f".{path.name}.new")
     with contextlib.suppress(OSError):
-        with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
-            file.write(data)
-        draft.replace(path)
+        _write(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_name(f".{path.name}.new")
+    with os.fdopen(create_file(draft, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "wb") as file:
+        file.write(data)
+    draft.replace(path)

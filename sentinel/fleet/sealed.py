@@ -6,9 +6,10 @@ A message is the crc32 of its body, 4 bytes, little-endian, and the body in msgp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from sentinel.errors import MALFORMED, WireError
 from sentinel.ingest.step_parts import AwayFrame
@@ -32,15 +33,21 @@ PLAIN_VERSION = 1
 """Of messages that have nothing newer in them."""
 MAX_COMMANDS = 512
 """Newest commands that a beat names."""
+MAX_EPOCH = 2**31 - 1
+"""Highest epoch that a worker speaks under: numbers of digests are made of it."""
 _CRC_BYTES = 4
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+SpoolName: TypeAlias = Annotated[str, Meta(max_length=64)]
+"""Of a spool's folder, or of a file in it."""
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
     """Behind so many bytes of a file of a spool."""
 
-    file: str = ""
+    file: SpoolName = ""
     """Its name; empty: before the first file."""
-    offset: int = 0
+    offset: Count = 0
 
 
 class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
@@ -49,20 +56,20 @@ class SpoolChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     version: int
     node: str
     run: str
-    folder: str
-    file: str
-    offset: int
+    folder: SpoolName
+    file: SpoolName
+    offset: Count
     """Where in the file the bytes lie."""
     after: FilePlace
     """The place behind which this file begins, or goes on: what comes before it must be there first."""
-    size: int
+    size: Count
     """Of a thinned file, which is whole or not there, all its bytes; 0: the file is a whole one, and may grow."""
     data: bytes
     away: tuple[tuple[int, int], ...] = ()
     """(offset in the chunk, bytes) of payloads of rows that are not in `data`, rising: digests stand for them."""
-    turn: int = 0
+    turn: Count = 0
     """Times that the node went back to what the join holds of this spool: within one, chunks were sent in their order."""
-    epoch: int = 0
+    epoch: Epoch = 0
     """Of the lease of the worker that passes it on; 0: the node itself says it."""
 
     @property
@@ -99,12 +106,12 @@ class DigestPiece(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
     version: int
     node: str
     run: str
-    number: int
+    number: Count
     """Of the digest, by the process that made it: no two of one process have the same."""
-    part: int
-    num_parts: int
+    part: Count
+    num_parts: Count
     data: bytes
-    epoch: int = 0
+    epoch: Epoch = 0
     """Of the lease of the worker that passes it on; 0: the node itself says it."""
 
 
@@ -114,16 +121,16 @@ class RowsPiece(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
     version: int
     node: str
     run: str
-    folder: str
-    file_index: int
-    offset: int
+    folder: SpoolName
+    file_index: Count
+    offset: Count
     """Of the frame in its file."""
-    num_bytes: int
+    num_bytes: Count
     """Of the whole frame, or of HEADER_BYTES and the rows that are wanted of it; 0: it is there no more."""
-    at: int
+    at: Count
     """Of the data in the frame, or in those rows."""
     data: bytes
-    epoch: int = 0
+    epoch: Epoch = 0
     """Of the lease of the worker that passes it on; 0: the node itself says it."""
     tensors: bytes = b""
     """`AwayFrame.tensors`: of which alone rows are wanted; empty: it is the whole frame."""
@@ -132,19 +139,19 @@ class RowsPiece(msgspec.Struct, frozen=True, array_like=True, tag="rows"):
 class SpoolHead(msgspec.Struct, frozen=True, array_like=True):
     """What a node says of one spool."""
 
-    first: int
+    first: Count
     """Lowest index of which anything is there."""
     head: FilePlace
     """Behind all that its process has written, but for heartbeats at its end that are not published yet."""
     sent: FilePlace
     """Behind all that was published."""
-    waiting_bytes: int = 0
+    waiting_bytes: Count = 0
     """Bytes behind what the join says it holds."""
     waiting_s: float = 0.0
     """Seconds for which some have waited."""
-    acked: tuple[int, int] = (0, 0)
+    acked: tuple[Count, Count] = (0, 0)
     """(file index, offset) of the spool's `ack`."""
-    pulse_ns: int = 0
+    pulse_ns: Count = 0
     """As `read_pulse`."""
     witness: bytes = b""
     """The witness file, while the join has another; empty: there is none, or the join has it."""
@@ -156,26 +163,26 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     version: int
     node: str
     run: str
-    echo: tuple[str, int]
+    echo: tuple[str, Count]
     """(join, stamp) of the newest answer that the node had before it looked at its spools; ("", 0): none yet."""
-    spools: dict[str, SpoolHead]
+    spools: dict[SpoolName, SpoolHead]
     commands: list[str]
     """Names of the newest commands in the node's control folder."""
     blocked: str = ""
     """Why nothing is published just now, in words; empty: it is."""
     is_leaving: bool = False
     """The node ends, and speaks no more."""
-    number: tuple[str, int] = ("", 0)
+    number: tuple[str, Count] = ("", 0)
     """(drawn by the shipper when it began, beats that it has sent): an answer names the beat that it answers."""
     refused: list[str] = []
     """What of the join was not believed lately, in words."""
     is_ending: bool = False
     """The node ends as soon as the join has everything."""
-    epoch: int = 0
+    epoch: Epoch = 0
     """Of the lease of the worker that passes it on; 0: the node itself says it."""
     worker: str = ""
     """Which worker passes it on; empty: the node itself says it."""
-    num_quiet: int = 0
+    num_quiet: Count = 0
     """Spools that it leaves out, for of these nothing but heartbeats came: what was said of them before is true enough."""
     found_alone: list[str] = []
     """What the node found by itself since no join answers, in words."""
@@ -222,7 +229,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """Steps that were judged of digests, and steps whose rows were asked for, since the join began."""
     to: tuple[str, int] = ("", 0)
     """`number` of the beat that is answered."""
-    epoch: int = 0
+    epoch: Epoch = 0
     """The highest under which a worker spoke of this node lately."""
     pace_s: float = 0.0
     """Seconds for which whoever has nothing but heartbeats waits before they go, and before it speaks again."""

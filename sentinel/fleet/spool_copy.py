@@ -13,12 +13,14 @@ from sentinel.fleet.sealed import FilePlace, SpoolChunk
 from sentinel.fleet.spool_cursor import last_index
 from sentinel.ingest.arrivals import Arrived
 from sentinel.private_files import create_file, make_directory
-from sentinel.wire.frame import HEADER_BYTES, FrameType, peek, without_rows
+from sentinel.wire.frame import HEADER_BYTES, PREFIX_BYTES, FrameType, peek, without_rows
 from sentinel.wire.spool import read_ack
-from sentinel.wire.spool_files import file_name, list_files, list_kept, read_name, read_window
+from sentinel.wire.spool_files import file_name, list_files, list_kept, read_name
 
 MAX_EARLY_BYTES = 16 * 2**20
 """Most bytes of chunks that wait for those before them; past it they are dropped, and asked for again."""
+ROOM_BYTES = 512
+"""What each of them takes beside its bytes: measured, of the objects of Python."""
 MAX_INDEX = 10**9
 """Highest index of a file: beyond what any process writes."""
 
@@ -60,8 +62,7 @@ class SpoolCopy:
 
     def take(self, chunk: SpoolChunk) -> int:
         """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
-        last = last_index(chunk.file)
-        if last < 0 or last > MAX_INDEX or chunk.offset < 0 or len(chunk.file) > 64:
+        if last_index(chunk.file) < 0:
             raise WireError(f"spool {self.folder.name}: expected a spool file, got {chunk.file[:64]!r} at {chunk.offset}")
         self._arrived = None
         num_new = self._write(chunk)
@@ -78,7 +79,7 @@ class SpoolCopy:
                 wrote = self._write(one)
                 if wrote is not None:
                     del self._early[key]
-                    self._early_bytes -= len(one.data)
+                    self._early_bytes -= ROOM_BYTES + len(one.data)
                     more += wrote
             if not more:
                 break
@@ -155,8 +156,8 @@ class SpoolCopy:
         try:
             for at, data in pieces:
                 _write_all(fd, data, at)
-            if chunk.away:
-                # Rows that are not here take no room on the disk.
+            if chunk.away and os.fstat(fd).st_size < end:
+                # Rows that are not here take no room on the disk. Never cut: another join may have this copy by now.
                 os.ftruncate(fd, end)
         finally:
             os.close(fd)
@@ -205,11 +206,15 @@ class SpoolCopy:
         for index in list_files(self.folder):
             if index < acked[0]:
                 continue
-            path, at = self.folder / file_name(index), acked[1] if index == acked[0] else 0
-            while (window := read_window(path, at, HEADER_BYTES)) and (found := peek(window[0])) is not None:
-                if found[0] == FrameType.ROWS_AWAY:
-                    self.away[index, at] = found[1]
-                at += found[1]
+            at = acked[1] if index == acked[0] else 0
+            fd = os.open(self.folder / file_name(index), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                while (found := peek(os.pread(fd, PREFIX_BYTES, at))) is not None:
+                    if found[0] == FrameType.ROWS_AWAY:
+                        self.away[index, at] = found[1]
+                    at += found[1]
+            finally:
+                os.close(fd)
 
     def _append_part(self, chunk: SpoolChunk) -> int | None:
         """Collect a thinned file beside its name, which it gets once it is whole: readers take it for whole."""
@@ -244,11 +249,11 @@ class SpoolCopy:
         self.gap = max(self.gap, chunk.turn)
         if key in self._early:
             self.num_repeated += 1
-        elif self._early_bytes + len(chunk.data) > MAX_EARLY_BYTES:
+        elif self._early_bytes + ROOM_BYTES + len(chunk.data) > MAX_EARLY_BYTES:
             self.num_dropped += 1
         else:
             self._early[key] = chunk
-            self._early_bytes += len(chunk.data)
+            self._early_bytes += ROOM_BYTES + len(chunk.data)
 
     def _found(self) -> FilePlace:
         names = [file_name(index) for index in list_files(self.folder)] + [one.name for one in list_kept(self.folder)]

@@ -39,7 +39,7 @@ FILE_BYTES = 64 * 2**20
 ROWS_BYTES = 4 * 2**20
 """Most bytes of rows in one frame; more are split."""
 
-_FOLDER_NAME = re.compile(r"r(\d{5,})-([0-9a-f]{8})")
+_FOLDER_NAME = re.compile(r"r(\d{5}|[1-9]\d{5,8})-([0-9a-f]{8})", re.ASCII)
 _NEXT_CHECK_FRAMES = 256
 
 

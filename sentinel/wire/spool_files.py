@@ -14,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-_WHOLE = re.compile(r"(\d{6,})\.spool")
-_KEPT = re.compile(r"(\d{6,})\.(\d{6,})-(\d+)\.spool")
+_INDEX = r"(\d{6}|[1-9]\d{6,8})"
+"""As `file_name` writes it, and no number else: of two names one file would not be found."""
+_WHOLE = re.compile(rf"{_INDEX}\.spool", re.ASCII)
+_KEPT = re.compile(rf"{_INDEX}\.{_INDEX}-(0|[1-9]\d{{0,8}})\.spool", re.ASCII)
 
 
 class KeptFile(msgspec.Struct, frozen=True, order=True):

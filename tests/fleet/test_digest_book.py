@@ -73,6 +73,19 @@ def test_a_node_that_sends_digest_after_digest_of_one_step_keeps_the_newest_of_t
     assert book.find("other", 1, a_digest(1).of) is not None
 
 
+def test_one_node_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_book, "MAX_NODE_BYTES", 10 * a_digest(0, 1000).num_bytes)
+    book = DigestBook(max_bytes=1)
+    for step in range(8):
+        for seq in range(MOST_OF_NODE):
+            book.add("liar", a_digest(step, 1000, seq))
+        book.add("other", a_digest(step))
+    assert sum(len(of_node["liar"]) for of_node in book._of_step.values() if "liar" in of_node) <= 10
+    assert all(book.find("other", step, a_digest(step).of) for step in range(8))
+    book.clear()
+    assert not book._num_bytes and not any(book._bytes_of_node.values()) and not book._of_step
+
+
 def test_what_was_judged_long_ago_is_dropped_until_a_restart_goes_back() -> None:
     book = DigestBook()
     last = MAX_JUDGED + 500

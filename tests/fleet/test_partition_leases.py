@@ -10,7 +10,7 @@ from nats.js.client import JetStreamContext
 
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_worker_streams
 from sentinel.fleet.join_lease import LeaseTimes
-from sentinel.fleet.partition_leases import PartitionLeases
+from sentinel.fleet.partition_leases import MAX_FLOOR, PartitionLeases
 from sentinel.fleet.subjects import NUM_PARTITIONS, PARTITIONS_STREAM
 
 from ..support.nats_broker import NatsBroker
@@ -168,6 +168,10 @@ def test_a_partition_of_which_a_newer_epoch_is_known_is_taken_above_it(broker: N
         assert 3 not in only.held() and len(only.held()) == NUM_PARTITIONS - 1
         await workers.steps()
         assert only.is_held(3, 8) and only.is_held(4, 1)
+        only.raise_floor(3, MAX_FLOOR + 1)
+        only.raise_floor(3, 2**64)
+        await workers.steps()
+        assert only.is_held(3, 8), "what no worker can have"
 
     with_workers(broker, act)
 

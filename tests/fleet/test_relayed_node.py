@@ -10,7 +10,7 @@ import pytest
 
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.relayed_node import RelayedNode
+from sentinel.fleet.relayed_node import MAX_AHEAD_BYTES, RelayedNode
 from sentinel.fleet.relayed_nodes import RelayedNodes
 from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
@@ -226,6 +226,17 @@ def test_a_worker_hears_from_the_join_that_a_newer_epoch_has_its_partition(tmp_p
     for one in (answer, msgspec.structs.replace(answer, epoch=7), msgspec.structs.replace(answer, node="n1", epoch=7)):
         nodes.take_answer(one)
     assert outdone == [(partition_of("n0"), 7)]
+
+
+def test_a_node_that_is_dead_leaves_room_for_the_others_of_its_partition(chain: Chain) -> None:
+    chain.turn(number=4)
+    chain.worker.num_ahead_bytes = MAX_AHEAD_BYTES
+    assert not chain.worker.has_room()
+    chain.now += SILENT_S
+    assert chain.worker.has_room()
+    num_chunks = chain.worker.copies.counts["chunks"]
+    chain.worker.take_chunk(next(one for one in chain.to_worker if isinstance(one, SpoolChunk)))
+    assert chain.worker.copies.counts["chunks"] == num_chunks, "what comes of it all the same"
 
 
 def test_who_spoke_last_of_a_node_is_forgotten_when_it_is_silent_or_leaves() -> None:
