@@ -106,8 +106,9 @@ class SpoolCursor:
         if found is None:
             kept = covering(self.folder, index)
             return None if kept is None else self._next_kept(kept, max_bytes)
-        if not found[0]:
+        if not found[0] and (size_of(self.folder / file_name(index)) or next_place(self.folder, index) is None):
             return None
+        # One that is empty and has another behind it stays so: a writer that could not begin it left it there.
         piece = SpoolPiece(file_name(index), 0, self.place, 0, found[0][: _aligned(found[0])])
         self.place = piece.end
         return piece

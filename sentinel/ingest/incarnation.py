@@ -116,5 +116,5 @@ class SpoolPosition(msgspec.Struct, frozen=True):
     last_step: int = -1
     left: str | None = None
     """Reason of its bye, where the bye lies before this position; None: there is none, or it will be read again."""
-    left_wall_ns: int = 0
-    """When that bye was written, by its clock, in nanoseconds since the epoch; 0: there is none."""
+    last_wall_ns: int = msgspec.field(name="left_wall_ns", default=0)
+    """`Incarnation.last_wall_ns` as of this position; 0: frames behind it that were read are read again, and say."""

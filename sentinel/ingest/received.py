@@ -11,6 +11,9 @@ from sentinel.ingest.waiting_health import WaitingHealth
 from sentinel.messages import Health
 
 
+_NOTHING = (0, (0, 0), 0)
+
+
 class Received:
     """By process of a rank. What is needed no more may be acknowledged: `positions`."""
 
@@ -18,15 +21,16 @@ class Received:
         self.incarnations: dict[bytes, Incarnation] = {}
         self.ended: dict[bytes, EndedSteps] = {}
         self._health = WaitingHealth()
-        self._newest: dict[bytes, tuple[int, tuple[int, int]]] = {}
-        """Process -> (seq, place behind) of its last frame taken."""
+        self._newest: dict[bytes, tuple[int, tuple[int, int], int]] = {}
+        """Process -> (seq, place behind, `SpoolRecord.time_ns`) of its last frame taken."""
 
     def add(self, record: SpoolRecord) -> None:
         """Take note of a frame."""
         incarnation, seq = record.incarnation, record.frame.header.seq
         self.incarnations[incarnation.id] = incarnation
-        if seq > self._newest.get(incarnation.id, (0, (0, 0)))[0]:
-            self._newest[incarnation.id] = (seq, (record.frame.file_index, record.frame.offset_after))
+        if seq > self._newest.get(incarnation.id, _NOTHING)[0]:
+            behind = record.frame.file_index, record.frame.offset_after
+            self._newest[incarnation.id] = (seq, behind, record.time_ns)
 
     def ended_of(self, incarnation: Incarnation) -> EndedSteps:
         """Return where the steps of a process stand."""
@@ -53,10 +57,10 @@ class Received:
         for incarnation_id, first in self._health.oldest():
             needed[incarnation_id] = earlier(first, needed.get(incarnation_id, first))
         found = {}
-        for incarnation_id, (seq, behind) in self._newest.items():
+        for incarnation_id, (seq, behind, wall_ns) in self._newest.items():
             incarnation = self.incarnations[incarnation_id]
             if incarnation_id in needed:
-                seq, behind = needed[incarnation_id][0] - 1, needed[incarnation_id][1]
+                seq, behind, wall_ns = needed[incarnation_id][0] - 1, needed[incarnation_id][1], 0
             bye = incarnation.bye if incarnation.has_left and incarnation_id not in needed else None
             found[incarnation.folder] = SpoolPosition(
                 incarnation_id,
@@ -68,13 +72,13 @@ class Received:
                 incarnation.described_before(behind),
                 incarnation.last_step,
                 None if bye is None else bye.reason,
-                0 if bye is None else incarnation.last_wall_ns,
+                wall_ns,
             )
         return found
 
     def newest_seqs(self) -> dict[bytes, int]:
         """Return the number of the last frame taken of each process."""
-        return {incarnation: seq for incarnation, (seq, _) in self._newest.items()}
+        return {incarnation: seq for incarnation, (seq, _, _) in self._newest.items()}
 
     def restore(
         self, incarnations: Mapping[bytes, Incarnation], ended: dict[bytes, EndedSteps], positions: Iterable[SpoolPosition]
@@ -82,4 +86,5 @@ class Received:
         """Go on from what these were."""
         self.incarnations, self.ended = dict(incarnations), ended
         for position in positions:
-            self._newest[position.incarnation] = (position.seq, (position.file_index, position.offset))
+            place = position.file_index, position.offset
+            self._newest[position.incarnation] = (position.seq, place, position.last_wall_ns)

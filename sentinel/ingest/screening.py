@@ -104,7 +104,7 @@ class Screening:
             described = incarnation.layouts.get(header.layout_id, incarnation.descriptor)
             why = why or why_contradicted(frame, message, described)
         if why:
-            return self._refuse(folder, incarnation, frame, begin, why)
+            return self._refuse(folder, incarnation, frame, begin, why, is_counted=True)
         if header.wall_ns > incarnation.last_wall_ns:
             incarnation.last_wall_ns = header.wall_ns
         if isinstance(message, Heartbeat):
@@ -130,9 +130,18 @@ class Screening:
             incarnation.describe(frame.header.layout_id, message, begin)
 
     def _refuse(
-        self, folder: str, incarnation: Incarnation | None, frame: Frame, begin: tuple[int, int], why: str
+        self,
+        folder: str,
+        incarnation: Incarnation | None,
+        frame: Frame,
+        begin: tuple[int, int],
+        why: str,
+        *,
+        is_counted: bool = False,
     ) -> list[SpoolRecord]:
         """Refuse a frame whose content is impossible: report it, and return a health record in its place.
+
+        is_counted: its number is believed: who begins again before it then reads it once more, and says the same.
 
         Where the frame described tensors, the rows that point into its table are left out too, until it comes right.
         """
@@ -155,7 +164,7 @@ class Screening:
             type=int(FrameType.HEALTH),
             incarnation=incarnation.id,
             rank=incarnation.rank,
-            seq=incarnation.max_seq + 1,
+            seq=header.seq if is_counted else incarnation.max_seq + 1,
             step=incarnation.last_step,
             row_count=0,
             wall_ns=incarnation.last_wall_ns,

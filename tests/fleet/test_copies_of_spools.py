@@ -189,6 +189,21 @@ def test_a_file_that_is_gone_before_it_was_sent_is_passed_over(tmp_path: Path) -
     assert set(spool_bytes(copy)) == {"000000.spool", "000002.spool"}
 
 
+def test_files_that_stayed_empty_are_passed_over_where_others_lie_behind_them(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    spool, copy = tmp_path / "a" / "run" / "spool" / FOLDER, fleet.joined / "run" / "spool" / FOLDER
+    for index, data in enumerate([b"x" * 1000, b"", b"", b"y" * 1000]):
+        write(spool, f"{index:06d}.spool", data)
+    fleet.settle()
+    assert spool_bytes(copy) == spool_bytes(spool) and not fleet.copies.on_the_way("run")
+    write(spool, "000004.spool", b"")
+    fleet.settle()
+    assert "000004.spool" not in spool_bytes(copy), "it is only begun"
+    write(spool, "000004.spool", b"z" * 1000)
+    fleet.settle()
+    assert spool_bytes(copy) == spool_bytes(spool)
+
+
 def test_a_spool_is_its_first_node_s_and_the_other_is_named(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a", "b")
     for node, data in (("a", b"right" * 100), ("b", b"wrong" * 200)):

@@ -156,8 +156,12 @@ def diverged(kind: str, name: str, one: Differing, who: Sequence[tuple[int, ...]
     accused = sorted({rank for members in who for rank in members})
     total = len(one.members)
     said = dict(zip(one.members, one.checksums, strict=True))
+    others = [members for members in one.members if members not in who]
+    words = ", ".join(_word(word) for word in list(dict.fromkeys(one.checksums))[:4])
+    if is_sure and not others:
+        # A rank that holds several copies holds one that agrees with most, too.
+        return f"{kind} {name}{piece} on {ranks(accused)} differs between copies that the same rank holds: {words}"
     if is_sure:
-        others = [members for members in one.members if members not in who]
         agree = sorted({rank for members in others for rank in members})
         shared = "" if len(who[0]) == 1 else ", which hold a copy together: one of them is wrong,"
         text = f"{kind} {name}{piece} on {ranks(accused)}{shared} differs from its {count(total - len(who), 'copy')}"
@@ -169,7 +173,7 @@ def diverged(kind: str, name: str, one: Differing, who: Sequence[tuple[int, ...]
     else:
         text = f"{kind} {name}{piece} differs between its {total} copies, and no value has most of them: some are wrong of "
         text += ranks(accused)
-    return f"{text}: {', '.join(_word(word) for word in list(dict.fromkeys(one.checksums))[:4])}"
+    return f"{text}: {words}"
 
 
 def stale(
