@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -64,8 +65,8 @@ class NodeRun:
         self._digests: RunDigests | None = None
         """None: no join has said yet what it has judged, or none are made."""
         self._num_digests = 0
-        self._unsent: deque[DigestPiece] = deque()
-        """Pieces of digests that could not be published, in their order."""
+        self._unsent: list[DigestPiece] = []
+        """Pieces of digests that are not published, or could not be, in their order."""
         self._wanted: dict[AwayFrame, float] = {}
         """Frame that the join asks for -> when it was sent last."""
         self._owed: dict[AwayFrame, float] = {}
@@ -104,26 +105,35 @@ class NodeRun:
     def take_back(self, published: Published) -> None:
         """Have what could not be published go again; for rows the join asks again."""
         if isinstance(published, DigestPiece):
-            self._unsent.append(published)
+            insort(self._unsent, published, key=_order)
             while sum(len(one.data) for one in self._unsent) > MAX_UNSENT_BYTES:
-                self._unsent.popleft()
+                del self._unsent[0]
         elif isinstance(published, SpoolChunk) and (spool := self.spools.get(published.folder)) is not None:
             spool.take_back(published)
 
     # What is published next.
 
     def digested(self) -> Iterator[DigestPiece]:
-        """Yield the digests that are new, or were not sent."""
-        while self._unsent:
-            yield self._unsent.popleft()
+        """Yield the digests that are new, or were not sent, each once: what comes back meanwhile goes the next time."""
+        newest = (0, 0)
+        for pieces in itertools.chain([()], self._new_pieces()):
+            self._unsent += pieces
+            while (at := bisect_right(self._unsent, newest, key=_order)) < len(self._unsent):
+                newest = _order(self._unsent[at])
+                yield self._unsent.pop(at)
+
+    def _new_pieces(self) -> Iterator[tuple[DigestPiece, ...]]:
+        """Yield those of each digest that is new."""
         for data in self._digests.next() if self._digests is not None else ():
             self._num_digests += 1
             cuts = range(0, len(data), CHUNK_BYTES)
-            for part, at in enumerate(cuts):
-                yield DigestPiece(
+            yield tuple(
+                DigestPiece(
                     version=THIN_VERSION, node=self._node, run=self.name, number=self._num_digests, part=part,
                     num_parts=len(cuts), data=data[at : at + CHUNK_BYTES],
-                )  # fmt: skip
+                )
+                for part, at in enumerate(cuts)
+            )  # fmt: skip
 
     def asked(self) -> Iterator[RowsPiece]:
         """Yield the rows that were asked for, unless they are on their way."""
@@ -189,6 +199,10 @@ class NodeRun:
         spool.kept_since = None if most > 0 else now if spool.kept_since is None else spool.kept_since
         # A spool that cannot be read for digests is published all the same.
         return most if spool.kept_since is None or now - spool.kept_since < RESEND_S else THINNED_BYTES
+
+
+def _order(piece: DigestPiece) -> tuple[int, int]:
+    return piece.number, piece.part
 
 
 def _is_behind(head: FilePlace, frame: AwayFrame) -> bool:

@@ -203,12 +203,17 @@ class Shipping:
         if not client.is_connected:
             self.blocked = "the broker is away"
             return False
-        if time.monotonic() < self._paused_until or self._flying_bytes >= WINDOW_BYTES:
+        if not self._has_room(client):
             return False
         if self._num_failures == 0:
             self.blocked = ""
         has_moved = False
-        for published in in_messages(self._runs.next(WINDOW_BYTES - self._flying_bytes)):
+        for published in in_messages(self._next(client)):
+            if not self._is_open(client):
+                # It was read before it was known that the message in front of it is not taken.
+                for one in published:
+                    self._runs.take_back(one)
+                continue
             has_moved = True
             data = seal_published(published)
             self._flying_bytes += len(data)
@@ -218,6 +223,19 @@ class Shipping:
             # Lets it hand over its bytes before the next: messages leave in order.
             await asyncio.sleep(0)
         return has_moved
+
+    def _next(self, client: Client) -> Iterator[Published]:
+        """Yield what is to be published next, until there is no room for it or this is to end: what fails is there again."""
+        found, is_ending = self._runs.next(WINDOW_BYTES - self._flying_bytes), self._stop.is_set()
+        while self._has_room(client) and self._stop.is_set() == is_ending and (one := next(found, None)) is not None:
+            yield one
+
+    def _has_room(self, client: Client) -> bool:
+        return self._is_open(client) and self._flying_bytes < WINDOW_BYTES
+
+    def _is_open(self, client: Client) -> bool:
+        """Return whether the broker is there, and may be tried again where it did not take something."""
+        return client.is_connected and time.monotonic() >= self._paused_until
 
     async def _publish(self, jetstream: JetStreamContext, published: Sequence[Published], data: bytes) -> None:
         from nats.errors import Error

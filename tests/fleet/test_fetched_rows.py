@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,9 +11,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from nats.errors import OutboundBufferLimitError
 
 from sentinel.errors import StoreError, WireError
-from sentinel.fleet import fetched_rows, node_run
+from sentinel.fleet import fetched_rows, node_run, sealed
+from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.node_spool import RESEND_S
 from sentinel.fleet.packed_digest import decode_digest
@@ -26,6 +30,7 @@ from sentinel.fleet.sealed import (
     seal_published,
     unseal_published,
 )
+from sentinel.fleet.shipping import WINDOW_BYTES, Shipping
 from sentinel.fleet.spool_cursor import frames_of_rows
 from sentinel.ingest import follow
 from sentinel.ingest.step_parts import AwayFrame
@@ -259,6 +264,85 @@ def test_digests_that_no_broker_took_are_sent_again_before_what_comes_after(thin
     assert digested(again) == [3, 4, 5, 6]
     assert all(isinstance(one, DigestPiece) for one in again[:4]) and any(isinstance(one, SpoolChunk) for one in again[4:])
     assert not digested(list(node.next()))
+
+
+def test_what_comes_back_while_it_goes_out_is_not_tried_at_once_again(thin: ThinFleet) -> None:
+    node = thin.nodes["n0"]
+    thin.run.write(3)
+    for one in list(node.next()):
+        node.take_back(one)
+    tried = []
+    for one in itertools.islice(node.next(), 100):
+        tried.append(one)
+        node.take_back(one)
+    assert digested(tried) == [3, 4, 5] and len(tried) < 100
+    assert digested(list(node.next())) == [3, 4, 5]
+
+
+class LosingBroker:
+    """A connection and its stream, of which the third message and what follows is not taken."""
+
+    def __init__(self, on_third: Callable[[LosingBroker], None]) -> None:
+        self.is_connected = True
+        self.taken: list[Published] = []
+        self.num_tried = 0
+        self._on_third = on_third
+
+    async def publish(self, subject: str, data: bytes, **_: object) -> None:
+        self.num_tried += 1
+        if self.num_tried > 2:
+            self._on_third(self)
+            raise OutboundBufferLimitError
+        self.taken += unseal_published(data)
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_broker_that_is_lost_while_digests_go_out_is_not_tried_further_and_nothing_is_lost(
+    thin: ThinFleet, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    monkeypatch.setattr(sealed, "TOGETHER_BYTES", 0)
+    node = thin.nodes["n0"]
+    thin.run.write(6)
+    lost = [one for one in node.next() if isinstance(one, DigestPiece)]
+    for one in lost:
+        node.take_back(one)
+    broker = LosingBroker(lambda it: setattr(it, "is_connected", not is_away))
+    shipping = Shipping(node, BrokerConfig(server="nats://nowhere"))
+
+    async def publish() -> bool:
+        return await asyncio.wait_for(shipping._publish_next(broker, broker), 10.0)  # type: ignore[arg-type]
+
+    assert asyncio.run(publish())
+    assert broker.num_tried == 3 and broker.taken == lost[:2]
+    assert [one for one in node.next() if isinstance(one, DigestPiece)] == lost[2:]
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_what_a_full_window_or_an_end_keeps_back_goes_next(
+    thin: ThinFleet, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    monkeypatch.setattr(sealed, "TOGETHER_BYTES", 0)
+    node, broker = thin.nodes["n0"], LosingBroker(lambda it: None)
+    thin.run.write(6)
+    lost = [one for one in node.next() if isinstance(one, DigestPiece)]
+    for one in lost:
+        node.take_back(one)
+    shipping = Shipping(node, BrokerConfig(server="nats://nowhere"))
+
+    async def publish() -> None:
+        task = asyncio.ensure_future(shipping._publish_next(broker, broker))  # type: ignore[arg-type]
+        while not broker.num_tried:
+            await asyncio.sleep(0)
+        if is_full:
+            shipping._flying_bytes = WINDOW_BYTES
+        else:
+            shipping.stop()
+        assert await asyncio.wait_for(task, 10.0)
+
+    asyncio.run(publish())
+    # One was read ahead.
+    assert broker.taken == lost[:2]
+    assert [one for one in node.next() if isinstance(one, DigestPiece)] == lost[2:]
 
 
 def test_of_what_no_broker_takes_so_much_is_kept(thin: ThinFleet, monkeypatch: pytest.MonkeyPatch) -> None:
