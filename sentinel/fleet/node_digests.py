@@ -19,6 +19,9 @@ from sentinel.wire.frame import FrameType
 
 LATE_AFTER_STEPS = 2
 """A digest is made without a rank that is so many steps behind another of its machine: its join closes the step too."""
+GONE_AFTER_S = 30.0
+"""A process of which no frame came for so long, by its machine's clock, while another went on for so many steps, is waited
+for no more: it was killed. Chosen, as long as the join waits for one; each that lives writes a heartbeat a second."""
 MAX_OPEN_STEPS = 64
 """Steps of which parts are held; a bound on memory. Of what is dropped the rows are asked for."""
 _ROWS = int(FrameType.ROWS)
@@ -89,21 +92,30 @@ class RunDigests:
             machine = machine_of(incarnation.descriptor)
             self._ended.setdefault(machine, {}).setdefault(header.step, {})[incarnation.rank] = self._open.pop(key)
             self._newest[incarnation.id] = header.step
-            for other in self._others(incarnation):
-                # Whoever took its rank's place trains on.
-                self._newest.pop(other, None)
+            for other in [one for one in self._newest if self._is_gone(one, incarnation, header.step, record.time_ns)]:
+                del self._newest[other]
 
-    def _others(self, incarnation: Incarnation) -> list[bytes]:
-        known = self._follower.incarnations
-        return [one for one in self._newest if one != incarnation.id and known[one].rank == incarnation.rank]
+    def _is_gone(self, one: bytes, other: Incarnation, step: int, time_ns: int) -> bool:
+        """Return whether a process trains no more, though it may have said no bye. other: one that has ended a step.
+
+        time_ns: when, nanoseconds since the epoch by its machine's clock.
+        """
+        known = self._follower.incarnations[one]
+        if known is other:
+            return False
+        if known.rank == other.rank:
+            return True
+        if _machine(known) != _machine(other):
+            return False
+        if known.attempt is not None and other.attempt is not None and known.attempt < other.attempt:
+            # Ranks may be numbered otherwise: nobody takes its place.
+            return True
+        is_silent = time_ns - known.last_wall_ns >= GONE_AFTER_S * 1e9
+        return is_silent and self._newest[one] + LATE_AFTER_STEPS <= step
 
     def _is_due(self, machine: str, step: int) -> bool:
         known = self._follower.incarnations
-        newest = [
-            ended
-            for one, ended in self._newest.items()
-            if (described := known[one].descriptor) is not None and machine_of(described) == machine
-        ]
+        newest = [ended for one, ended in self._newest.items() if _machine(known[one]) == machine]
         return not newest or min(newest) >= step or max(newest) >= step + LATE_AFTER_STEPS
 
     def _is_wanted(self, ended: dict[int, RankPartOfStep]) -> bool:
@@ -132,6 +144,10 @@ class RunDigests:
             return None
         self.num_rows += sum(len(part.rows) for part in parts)
         return encode_digest(found)
+
+
+def _machine(incarnation: Incarnation) -> str | None:
+    return None if incarnation.descriptor is None else machine_of(incarnation.descriptor)
 
 
 def _nobody(problem: str) -> None:

@@ -16,6 +16,7 @@ from nats.errors import OutboundBufferLimitError
 from sentinel.errors import StoreError, WireError
 from sentinel.fleet import fetched_rows, node_run, sealed
 from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.node_digests import GONE_AFTER_S, RunDigests
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.node_spool import RESEND_S
 from sentinel.fleet.packed_digest import decode_digest
@@ -34,6 +35,7 @@ from sentinel.fleet.shipping import WINDOW_BYTES, Shipping
 from sentinel.fleet.spool_cursor import frames_of_rows
 from sentinel.ingest import follow
 from sentinel.ingest.step_parts import AwayFrame
+from sentinel.messages import Heartbeat
 from sentinel.record import ROW_DTYPE
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import Buffer, Frame, FrameType, scan
@@ -250,6 +252,53 @@ def test_no_digest_is_made_before_anybody_answers(tmp_path: Path) -> None:
     small_run(tmp_path / "n0" / "run").write(3)
     node.discover()
     assert not list(node.next()) and list(node.beats())
+
+
+def made(digests: RunDigests) -> list[tuple[int, list[int]]]:
+    """Return (step, ranks) of the digests that are new."""
+    found = [decode_digest(data).unpack() for data in digests.next()]
+    return [(one.step, [rank.rank for rank in one.ranks]) for one in found]
+
+
+def test_after_a_restart_with_other_ranks_nobody_waits_for_those_that_were_killed(tmp_path: Path) -> None:
+    before = small_run(tmp_path / "run", pp=1, dp=4, layers=2, ranks=(2, 3), attempt=0)
+    before.write(3)
+    digests = RunDigests(tmp_path / "run", frozenset())
+    assert made(digests) == [(0, [2, 3]), (1, [2, 3]), (2, [2, 3])]
+    after = small_run(tmp_path / "run", pp=1, dp=2, layers=2, attempt=1, first_step=3, clock=before.clock, seed=1)
+    for step in range(3, 7):
+        after.write()
+        assert made(digests) == [(step, [0, 1])]
+
+
+def test_where_no_attempts_are_counted_who_is_silent_for_long_is_waited_for_no_more(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", pp=1, dp=4, layers=2, attempt=None)
+    run.write()
+    digests = RunDigests(tmp_path / "run", frozenset())
+    assert made(digests) == [(0, [0, 1, 2, 3])]
+    run.write(4, skip=(2, 3))
+    assert made(digests) == [(1, [0, 1]), (2, [0, 1])]
+    # One of them stands still and beats.
+    run.clock.advance(GONE_AFTER_S)
+    run.report(2, Heartbeat(step=1, call_id=0, activity="train"))
+    run.write(skip=(2, 3))
+    assert made(digests) == [(3, [0, 1])]
+    run.clock.advance(GONE_AFTER_S)
+    run.write(skip=(2, 3))
+    assert made(digests) == [(4, [0, 1]), (5, [0, 1]), (6, [0, 1])]
+
+
+def test_ranks_of_a_slow_job_that_write_one_after_the_other_are_all_waited_for(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", pp=1, dp=2, layers=2, attempt=None, step_time_s=2 * GONE_AFTER_S)
+    digests = RunDigests(tmp_path / "run", frozenset())
+    run.write()
+    assert made(digests) == [(0, [0, 1])]
+    for step in range(1, 4):
+        run.clock.advance(2 * GONE_AFTER_S)
+        run.write_rank(0, step)
+        assert not made(digests)
+        run.write_rank(1, step)
+        assert made(digests) == [(step, [0, 1])]
 
 
 def test_digests_that_no_broker_took_are_sent_again_before_what_comes_after(thin: ThinFleet) -> None:
