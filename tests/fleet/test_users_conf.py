@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,69 @@ def test_what_cannot_be_a_node_is_refused_and_nothing_is_written(tmp_path: Path)
 
     assert (tmp_path / "users.conf").read_text() == before
     assert user_name("n1", "A") == "n1@A" and user_of("n1", "A") == node_user("n1@A")
+
+
+def test_a_full_disk_leaves_everybody_let_in(tmp_path: Path) -> None:
+    let_in(tmp_path, ["n1", "n2"])
+    let_in(tmp_path, ["n1"], "A")
+    before = (tmp_path / "users.conf").read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            let_in(tmp_path, [], "A")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert (tmp_path / "users.conf").read_text() == before and not list(tmp_path.glob(".*.new"))
+    let_in(tmp_path, [], "A")
+    assert named(tmp_path) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("torn", "said"),
+    [
+        (lambda text: b"", "got an empty file"),
+        (lambda text: text[:900], "got 900 bytes that are not, or not all, of that form"),
+        (lambda text: text[:-2], "bytes that are not"),
+        (lambda text: bytes(len(text)), "bytes that are not"),
+        (lambda text: text.replace(b'users: [{ user: "n2"', bytes(20)), "bytes that are not"),
+        (lambda text: text.replace(b'"n2"', b'"n\xff"'), "bytes that are not"),
+    ],
+    ids=["empty", "cut", "without its end", "zeros", "zeros inside", "no text"],
+)
+def test_of_a_file_that_is_not_whole_nobody_is_forgotten(tmp_path: Path, torn: Callable[[bytes], bytes], said: str) -> None:
+    let_in(tmp_path, ["n1", "n2"])
+    conf = tmp_path / "users.conf"
+    before = torn(conf.read_bytes())
+    conf.write_bytes(before)
+    with pytest.raises(
+        ConfigError, match=rf"users\.conf: expected the users .*{said}.*; put a copy of it back, or delete it"
+    ):
+        let_in(tmp_path, ["n3"], "A")
+
+    assert conf.read_bytes() == before and not (tmp_path / "run-credentials").exists()
+    conf.unlink()
+    let_in(tmp_path, ["n3"], "A")
+    assert named(tmp_path) == ["n3@A"]
+
+
+def test_whoever_may_read_it_may_do_so_after_a_change(tmp_path: Path) -> None:
+    let_in(tmp_path, ["n1"])
+    conf = tmp_path / "users.conf"
+    assert conf.stat().st_mode & 0o777 == 0o600
+    conf.chmod(0o640)
+    let_in(tmp_path, ["n1", "n2"])
+
+    assert conf.stat().st_mode & 0o777 == 0o640
+
+
+def test_of_jobs_that_begin_at_once_each_is_let_in(tmp_path: Path) -> None:
+    runs = [f"run{number}" for number in range(8)]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        list(pool.map(lambda run: let_in(tmp_path, ["n1"], run), runs))
+
+    assert sorted(named(tmp_path)) == [f"n1@{run}" for run in runs]
 
 
 def is_kept_out(access: BrokerConfig) -> bool:
