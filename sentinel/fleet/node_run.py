@@ -55,8 +55,8 @@ class NodeRun:
         """The newest beat to which an answer was taken."""
         self.answered_at = clock()
         """When an answer was taken last, or it began."""
-        self.refused: dict[str, float] = {}
-        """What was not believed, in words -> when last."""
+        self.refused: dict[str, tuple[str, float]] = {}
+        """Why an answer was not believed, whoever's -> (the same in words, with the first's join, when last)."""
         self.told_all, self.told_to = -math.inf, ""
         """When all was said of all spools, and to which join."""
         self.beaten = -math.inf

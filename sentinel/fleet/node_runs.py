@@ -52,6 +52,8 @@ BUSY_S = 1.0
 """So long behind anything but heartbeats a node speaks several times a second."""
 SAID_S = 60.0
 """For so long beats say what was not believed."""
+MAX_REFUSED = 8
+"""Most reasons of a run that they say, the newest."""
 UNANSWERED_S = 30.0
 """A run of which no join has said anything for so long is judged by no one. Too small: the next join begins meanwhile; too
 large: nobody sees what goes wrong."""
@@ -243,12 +245,13 @@ class NodeRuns:
             self._sent = {number: at for number, at in self._sent.items() if now - at <= EXPIRES_S}
             self._partial &= self._sent.keys()
             self._sent[self._num_beats] = now
+            run.refused = {why: (words, at) for why, (words, at) in run.refused.items() if now - at <= SAID_S}
             if num_quiet:
                 self._partial.add(self._num_beats)
             yield Beat(
                 version=PLAIN_VERSION, node=self.node, run=name, echo=echo, spools=heads, commands=names[-MAX_COMMANDS:],
                 blocked=blocked, is_leaving=is_leaving, number=(self._session, self._num_beats),
-                refused=[why for why, at in run.refused.items() if now - at <= SAID_S], is_ending=is_ending,
+                refused=[words for words, _ in run.refused.values()], is_ending=is_ending,
                 num_quiet=num_quiet, found_alone=list(self.found_alone.get(name, ())),
             )  # fmt: skip
 
@@ -274,9 +277,7 @@ class NodeRuns:
             return
         if self._is_signed:
             if why := self._disbelief(run, answer, has_signature):
-                why = f"run {answer.run}: join {printable(answer.join[:64])}: {why}; nothing is taken from it"
-                run.refused[why] = self._clock()
-                self._tell(why)
+                self._refuse(run, answer, why)
                 return
             run.answered = answer.to[1]
         if answer.join == run.echo[0] and answer.stamp < run.echo[1]:
@@ -306,6 +307,15 @@ class NodeRuns:
             run.digest_anew({folder: said.acked for folder, said in answer.spools.items()})
         for name, data in answer.commands.items():
             self._obey(run, name, data)
+
+    def _refuse(self, run: NodeRun, answer: Answer, why: str) -> None:
+        """Have it said that an answer is not believed. Its join may be invented: another name is no other reason."""
+        words = f"run {answer.run}: join {printable(answer.join[:64])}: {why}; nothing is taken from it"
+        words, _ = run.refused.pop(why, (words, 0.0))
+        run.refused[why] = words, self._clock()
+        while len(run.refused) > MAX_REFUSED:
+            del run.refused[next(iter(run.refused))]
+        self._tell(words, f"{answer.run}: {why}")
 
     def _disbelief(self, run: NodeRun, answer: Answer, has_signature: bool) -> str:
         """Return why an answer is not believed; empty: it is. No clock but ours has a say."""
@@ -339,9 +349,11 @@ class NodeRuns:
         except StoreError as error:
             self._tell(str(error))
 
-    def _tell(self, problem: str) -> None:
-        if problem not in self._told and len(self._told) < 1000:
-            self._told.add(problem)
+    def _tell(self, problem: str, once: str = "") -> None:
+        """Tell of a problem, if it was not. once: what is told of once; empty: these words."""
+        once = once or problem
+        if once not in self._told and len(self._told) < 1000:
+            self._told.add(once)
             self._on_problem(problem)
 
 

@@ -12,7 +12,7 @@ import pytest
 from sentinel.control.commands import RunCommands
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig, connect
-from sentinel.fleet.node_runs import EXPIRES_S, NodeRuns
+from sentinel.fleet.node_runs import EXPIRES_S, MAX_REFUSED, SAID_S, NodeRuns
 from sentinel.fleet.overheard import overhear
 from sentinel.fleet.run_key import HEADER, RunKey
 from sentinel.fleet.sealed import VERSION, Answer, FilePlace, SpoolHeld, seal
@@ -95,6 +95,24 @@ def test_a_node_refuses_what_is_forged_or_repeated_and_says_so(
     assert next(node.runs.beats()).refused == node.problems
     node.runs.take_answer(node.answer("000003.json"), has_signature=True)
     assert len(list(node.control.glob("*.json"))) == 2
+
+
+def test_forged_answers_in_many_names_are_one_reason_which_is_said_for_a_while(tmp_path: Path) -> None:
+    node = SigningNode(tmp_path)
+    answer = node.answer("000001.json")
+    for number in range(3 * MAX_REFUSED):
+        node.runs.take_answer(msgspec.structs.replace(answer, join=f"evil{number}"), has_signature=False)
+    replaced = msgspec.structs.replace(answer, to=("other", 1))
+    node.runs.take_answer(replaced, has_signature=True)
+
+    assert ["evil0: its answer is forged" in one for one in node.problems] == [True, False]
+    assert next(node.runs.beats()).refused == node.problems
+    node.now += SAID_S / 2
+    node.runs.take_answer(replaced, has_signature=True)
+    node.now += SAID_S / 2 + 1
+    assert next(node.runs.beats()).refused == node.problems[1:]
+    node.now += SAID_S
+    assert next(node.runs.beats()).refused == [] and not node.runs._runs["run"].refused
 
 
 def test_an_answer_that_was_kept_back_is_refused_by_the_node_s_own_clock(tmp_path: Path) -> None:
