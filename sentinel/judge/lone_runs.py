@@ -88,8 +88,8 @@ class _LoneRun:
             # Ranks are read one after the other: what one wrote meanwhile makes nobody late.
             attempt, settled_step = self._assembler.attempt, self._assembler.newest_step
             records = self._follower.poll()
-            self._assembler.take(records, clock())
             for record in records:
+                self._assembler.take((record,), clock())
                 self._note_judged(record)
             settled_step = settled_step if self._assembler.attempt == attempt else -1
             for view in self._assembler.close(clock(), self._follower.behind, settled_step=settled_step):
@@ -98,10 +98,12 @@ class _LoneRun:
             has_more = bool(records)
 
     def _note_judged(self, record: SpoolRecord) -> None:
-        if isinstance(record.message, EndStep):
-            incarnation = record.incarnation
-            if record.begin < self._committed.get(incarnation.folder, (0, 0)):
-                self._judged = max(self._judged, (incarnation.attempt or 0, record.frame.header.step))
+        """Note a step that the join has judged, by the attempt that it is of here: the launcher may count none."""
+        incarnation = record.incarnation
+        if isinstance(record.message, EndStep) and record.begin < self._committed.get(incarnation.folder, (0, 0)):
+            attempt = self._assembler.attempts.attempt_of(incarnation.id)
+            if attempt is not None:
+                self._judged = max(self._judged, (attempt, record.frame.header.step))
 
     def _take(self, view: ClosedStep) -> None:
         for incident in self._judge.judge(view.decision, view).incidents:

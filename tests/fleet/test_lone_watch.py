@@ -35,6 +35,15 @@ from ..support.serving import small_run
 from ..support.waiting import wait_for
 
 
+def committed(run_dir: Path, judged_step: int) -> dict[str, tuple[int, int]]:
+    """Return what a join has committed that has judged so far."""
+    return {
+        record.incarnation.folder: (record.frame.file_index, record.frame.offset_after)
+        for record in RunFollower(run_dir).poll()
+        if isinstance(record.message, EndStep) and record.frame.header.step <= judged_step
+    }
+
+
 class Machine:
     """The second of two nodes, which has ranks 2 and 3 of a run, and what is said there."""
 
@@ -57,10 +66,7 @@ class Machine:
 
     def hear(self, *, judged_step: int) -> None:
         """Have a join answer that it has judged so far."""
-        ends: dict[str, tuple[int, int]] = {}
-        for record in RunFollower(self.nodes[1] / "run").poll():
-            if isinstance(record.message, EndStep) and record.frame.header.step <= judged_step:
-                ends[record.incarnation.folder] = (record.frame.file_index, record.frame.offset_after)
+        ends = committed(self.nodes[1] / "run", judged_step)
         self.runs.take_answer(
             Answer(
                 version=1, join="j1", stamp=int(self.clock.now * 1e9), node="node1", run="run",
@@ -147,6 +153,33 @@ def test_a_node_that_begins_while_there_is_no_broker_knows_its_runs(tmp_path: Pa
         shipping.stop()
         thread.join(60.0)
     assert ended == [False]
+
+
+@pytest.mark.parametrize("counted", [(0, 1), (None, None), (3, None)])
+def test_of_a_later_attempt_too_nothing_is_said_that_a_join_has_judged(
+    tmp_path: Path, counted: tuple[int | None, int | None]
+) -> None:
+    before = small_run(tmp_path / "run", pp=1, dp=2, layers=2, attempt=counted[0])
+    before.write(5)
+    after = small_run(tmp_path / "run", pp=1, dp=2, layers=2, attempt=counted[1], first_step=3, clock=before.clock, seed=1)
+    after.plant(Nan(step=6, module="layers.0.mlp", rank=1), Nan(step=30, module="layers.1.mlp", rank=1))
+    after.write(20)
+    lone, judged = LoneRuns(tmp_path, load_pack()), committed(tmp_path / "run", 22)
+    assert lone.look({"run": judged}) == {"run": ()}
+    after.write(12)
+    (found,) = lone.look({"run": judged})["run"]
+    assert "NaN born in layers.1.mlp" in found
+
+
+def test_of_ranks_that_went_back_what_no_join_has_judged_is_said(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", pp=1, dp=2, layers=2, attempt=None)
+    run.write(20)
+    judged = committed(tmp_path / "run", 19)
+    run.plant(Nan(step=12, module="layers.1.mlp", rank=1))
+    run.step = 8
+    run.write(8)
+    (found,) = LoneRuns(tmp_path, load_pack()).look({"run": judged})["run"]
+    assert "NaN born in layers.1.mlp" in found and "step 12" in found
 
 
 def test_runs_that_are_over_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
