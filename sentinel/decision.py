@@ -116,6 +116,8 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of its run; 0: not known."""
     site: str = ""
     """`Heartbeat.site`: the line of the user's code at which it makes no progress; empty: it does, or that is not known."""
+    unheard_node: str = ""
+    """The node that ships its records, where nothing is heard of that either; empty: it is heard, or there is none."""
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):

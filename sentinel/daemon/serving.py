@@ -357,7 +357,7 @@ class ServedRun:
         with self._meters.stages.measure("assemble"):
             self._stages.assembler.take(records, mono)
         self._meters.stages.add("follow", 0.0, len(records))
-        self._stages.watch.tracker.receive(records)
+        self._stages.watch.tracker.receive(records, self._stages.follower.unheard)
         return True
 
     def _watch(self) -> None:

@@ -53,7 +53,7 @@ class RunWatch:
         """
         behind, is_replaying = self._follower.behind, self._assembler.is_replaying
         # Where many ranks write there is always something new: caught up is who left nothing unread.
-        self.tracker.look(mono, behind, is_caught_up=not behind and not is_replaying)
+        self.tracker.look(mono, behind, is_caught_up=not behind and not is_replaying, unheard=self._follower.unheard)
         if is_replaying:
             return
         now = self.tracker.now
@@ -131,7 +131,15 @@ class RunWatch:
         return newest <= self._assembler.attempts.ended_until.get(number, -1.0)
 
     def _reported(self, ranks: tuple[RankFacts, ...], now: float) -> tuple[RankFacts, ...]:
-        return self._ends.reported(ranks, self._follower.incarnations, now, self._note().asked_by)
+        known, unheard = self._follower.incarnations, self._follower.unheard
+        found = self._ends.reported(ranks, known, now, self._note().asked_by)
+        if not unheard:
+            return found
+        nodes = [unheard.get(known[one.incarnation].folder) for one in found]
+        return tuple(
+            one if node is None else msgspec.structs.replace(one, unheard_node=node.node)
+            for one, node in zip(found, nodes, strict=True)
+        )
 
     def _pulse_ns(self, incarnation: Incarnation) -> int:
         return read_pulse(self._follower.spool_dir / incarnation.folder)

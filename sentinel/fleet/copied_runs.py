@@ -119,7 +119,8 @@ class CopiedRuns:
             known = self._runs.get(run)
             if known is None:
                 return Arrivals()
-            return Arrivals(known.on_the_way(self._clock()), known.news.take())
+            now = self._clock()
+            return Arrivals(known.on_the_way(now), known.news.take(), known.unheard(now))
 
     def on_the_way(self, run: str) -> frozenset[str]:
         """Return the folders of a run's spools of which more is known to exist than is here, heartbeats apart."""

@@ -18,6 +18,7 @@ from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
+from sentinel.ingest.arrivals import Unheard
 from sentinel.join_health import NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
@@ -28,6 +29,10 @@ from sentinel.wire.witness import NAME as WITNESS
 
 SILENT_S = 30.0
 """A node that said nothing for so long is waited for no more."""
+UNHEARD_S = 5.0
+"""Of a node that said nothing for so long nothing is heard: its ranks may be dead with it. Twice what the slowest pause."""
+WAITING_S = 10.0
+"""Where chunks have waited so long for a node, those whose chunks these are were heard, though nothing of them is read."""
 DEAF_S = 60.0
 """A node that speaks, and for so long shows by nothing that it hears the answers, is waited for no more."""
 FORGOTTEN_S = 3600.0
@@ -216,8 +221,18 @@ class RunCopies:
     # What waits for whom.
 
     def on_the_way(self, now: float) -> frozenset[str]:
-        """Return the folders of spools of which more is known to exist than is here."""
-        return frozenset(one for one in self._behind if now - self.heard.get(self._owners[one], -SILENT_S) < SILENT_S)
+        """Return the folders of spools of which more is known to exist than is here, or more waits here for long."""
+        behind = {one for one in self._behind if now - self.heard.get(self._owners[one], -SILENT_S) < SILENT_S}
+        if self.waits_s(now) >= WAITING_S:
+            behind.update(folder for folder, waiting in self._held_of.items() if waiting)
+        return frozenset(behind)
+
+    def unheard(self, now: float) -> dict[str, Unheard]:
+        """Return the folders of spools of whose nodes nothing was heard for `UNHEARD_S`."""
+        silent = {node: now - heard for node, heard in self.heard.items() if now - heard >= UNHEARD_S}
+        if not silent:
+            return {}
+        return {folder: Unheard(node, silent[node]) for folder, node in self._owners.items() if node in silent}
 
     def _compare_heads(self, folder: str) -> None:
         head = self._heads.get(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -29,6 +30,16 @@ class Arrived(NamedTuple):
         return Arrived(self.file_index, (*self.pieces[:-1], *joined, *other.pieces[1:]), other.end)
 
 
+class Unheard(NamedTuple):
+    """A machine's node of which nothing was heard for a while."""
+
+    node: str
+    seconds: float
+
+
+NOBODY: Mapping[str, Unheard] = MappingProxyType({})
+
+
 class Arrivals(NamedTuple):
     """Folders of spools. As it is by default spools fill by themselves, and each is looked at."""
 
@@ -37,3 +48,6 @@ class Arrivals(NamedTuple):
     came: Mapping[str, Arrived | None] | None = None
     """To which anything came since this was asked last, and what, where that is known: no other is looked at. None: nobody
     knows."""
+    unheard: Mapping[str, Unheard] = NOBODY
+    """Of whose node nothing was heard for a while: what comes of them all the same is at least so old, and that more exists
+    is no sign of life."""

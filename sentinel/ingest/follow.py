@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from sentinel.ingest.arrivals import Arrivals, Arrived
+from sentinel.ingest.arrivals import NOBODY, Arrivals, Arrived, Unheard
 from sentinel.ingest.descriptor_lookup import look_back
 from sentinel.ingest.incarnation import Incarnation, SpoolPosition, SpoolRecord
 from sentinel.ingest.problem_log import Problems
@@ -49,6 +49,8 @@ class RunFollower:
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
         """Incarnations of which more is on disk than was read, which therefore do not count as late."""
+        self.unheard: Mapping[str, Unheard] = NOBODY
+        """Folders of spools, as of `Arrivals`, as of the newest poll."""
         self._arrivals, self._first_file = arrivals, first_file
         self._on_the_way: frozenset[str] = frozenset()
         """As of the newest poll."""
@@ -125,7 +127,7 @@ class RunFollower:
                 self._unread[folder] = arrived if self._unread.get(folder) is None else None
             for folder in arrivals.on_the_way ^ self._on_the_way:
                 self._unread.setdefault(folder)
-        self._on_the_way = arrivals.on_the_way
+        self._on_the_way, self.unheard = arrivals.on_the_way, arrivals.unheard
         is_told = arrivals.came is not None
         num_bytes = 0
         order = self._order

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from sentinel.decision import RankFacts
+from sentinel.ingest.arrivals import NOBODY, Unheard
 from sentinel.ingest.incarnation import Incarnation, SpoolRecord
 from sentinel.messages import IMPOSSIBLE, Bye, EndStep, Health, Heartbeat
 
@@ -60,9 +61,11 @@ class LivenessTracker:
         self._behind_since: dict[bytes, float] = {}
         """Incarnation of which more is on disk than was read -> since when."""
 
-    def look(self, mono: float, behind: Collection[bytes], *, is_caught_up: bool) -> None:
+    def look(
+        self, mono: float, behind: Collection[bytes], *, is_caught_up: bool, unheard: Mapping[str, Unheard] = NOBODY
+    ) -> None:
         """Let time pass; call it at each look at the spool, after `receive`. behind: incarnations with more on disk than was
-        read.
+        read. unheard: folders, as of `Arrivals`.
 
         is_caught_up: all that was there has been read: what comes from now on is live.
         """
@@ -73,7 +76,7 @@ class LivenessTracker:
         self._behind_since = {one: self._behind_since.get(one, self.now) for one in behind}
         for incarnation, since in self._behind_since.items():
             one = self._progress.get(incarnation)
-            if one is not None and self.now - since >= BACK_S:
+            if one is not None and self.now - since >= BACK_S and one.incarnation.folder not in unheard:
                 one.received_at = one.moved_at = self.now
         self._is_watching = self._is_watching or is_caught_up
 
@@ -82,14 +85,15 @@ class LivenessTracker:
         for incarnation in incarnations:
             self._progress_of(incarnation)
 
-    def receive(self, records: Iterable[SpoolRecord]) -> None:
-        """Update the incarnations by the frames that were read."""
+    def receive(self, records: Iterable[SpoolRecord], unheard: Mapping[str, Unheard] = NOBODY) -> None:
+        """Update the incarnations by the frames that were read. unheard: as of `look`."""
         for record in records:
             one = self._progress_of(record.incarnation)
             if self.now - one.received_at > BACK_S:
                 # It was stopped, and goes on from where it stood: that is no standing still.
                 one.moved_at = self.now
-            one.received_at = self.now
+            silent = unheard.get(record.incarnation.folder) if unheard else None
+            one.received_at = self.now if silent is None else max(one.received_at, self.now - silent.seconds)
             one.is_live = one.is_live or self._is_watching
             message = record.message
             if isinstance(message, Heartbeat):

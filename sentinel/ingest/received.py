@@ -10,7 +10,6 @@ from sentinel.ingest.step_parts import RankPartOfStep, earlier
 from sentinel.ingest.waiting_health import WaitingHealth
 from sentinel.messages import Health
 
-
 _NOTHING = (0, (0, 0), 0)
 
 

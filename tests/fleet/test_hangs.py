@@ -10,6 +10,7 @@ import pytest
 
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import HEARTBEATS_S, MAX_PACE_S, TOLD_S, NodeRuns
+from sentinel.fleet.run_copies import SILENT_S, UNHEARD_S, WAITING_S
 from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, seal, unseal
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.liveness import BACK_S, LivenessTracker
@@ -42,6 +43,8 @@ class BeatingFleet:
         self._beats_at = [self.now + rng.random() for _ in self.nodes]
         self._looks_at = self.now
         self.loses_chunks = self.refuses = False
+        self.stopped: set[int] = set()
+        """Nodes that do nothing while their ranks go on."""
         self.said: list[Beat] = []
         self.written: dict[int, float] = {}
         """Rank -> when it wrote its newest heartbeat that was not read."""
@@ -70,7 +73,8 @@ class BeatingFleet:
                     self.run.report(rank, Heartbeat(step=3, call_id=5, activity="train"), 3)
                     self.written.setdefault(rank, self.now)
             for number, node in enumerate(self.nodes):
-                self._speak(number, node)
+                if number not in self.stopped:
+                    self._speak(number, node)
             self.copies.release()
             if self.now >= self._looks_at:
                 self._looks_at += LOOK_S
@@ -97,8 +101,10 @@ class BeatingFleet:
         for one in records:
             if isinstance(one.message, Heartbeat) and one.incarnation.rank in self.written:
                 self.delays.append(self.now - self.written.pop(one.incarnation.rank))
-        self.tracker.receive(records)
-        self.tracker.look(self.now, self.follower.behind, is_caught_up=not self.follower.behind)
+        unheard = self.follower.unheard
+        self.tracker.receive(records, unheard)
+        is_caught_up = not self.follower.behind
+        self.tracker.look(self.now, self.follower.behind, is_caught_up=is_caught_up, unheard=unheard)
 
     def waiting_s(self) -> list[float]:
         """Return for how long what waits has waited, as each node says of its spools."""
@@ -144,6 +150,32 @@ def test_of_ranks_whose_frames_do_not_come_nothing_is_said(tmp_path: Path) -> No
     assert max(fleet.waiting_s()) <= LONGEST_S
     assert max(fleet.silent_s()) < BACK_S and not fleet.follower.behind
     assert 30 - LONGEST_S - BACK_S < min(fleet.stands_s()) < 90
+
+
+@pytest.mark.parametrize("pace_s", [HEARTBEATS_S, MAX_PACE_S])
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "standing still"])
+@pytest.mark.parametrize("parts", range(4))
+def test_the_ranks_of_a_node_that_fell_silent_are_silent_from_then_on_and_no_others(
+    tmp_path: Path, parts: int, trains: bool, pace_s: float
+) -> None:
+    fleet = BeatingFleet(tmp_path, 3, pace_s)
+    fleet.hang(10 + parts / 4)
+    # The last that it sent waits for itself, or more is known to exist than came.
+    fleet.run.write(1)
+    fleet.hang(parts / 8)
+    fleet.stopped.add(0)
+    for seconds in range(1, 70):
+        if trains:
+            fleet.run.write(1)
+        fleet.hang(1)
+        of_its_own, *others = fleet.silent_s()
+        assert seconds - LONGEST_S < of_its_own <= seconds + LONGEST_S, seconds
+        assert max(others) <= WAITING_S + BACK_S + LONGEST_S < SILENT_S, seconds
+        unheard = {one.node for one in fleet.follower.unheard.values()}
+        assert unheard == ({"node0"} if seconds > UNHEARD_S + LONGEST_S else unheard & {"node0"})
+    fleet.stopped.clear()
+    fleet.hang(30)
+    assert max(fleet.silent_s()) < BACK_S and not fleet.follower.unheard
 
 
 def test_what_no_broker_takes_waits(tmp_path: Path) -> None:

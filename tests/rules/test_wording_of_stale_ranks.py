@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sentinel.decision import RankFacts
@@ -44,3 +45,12 @@ def test_of_many_places_four_are_told() -> None:
     reported = stale("hung", [facts(rank, 1, call_id=rank + 1) for rank in range(6)], 130.0, 120.0, (), is_sure=False)
 
     assert reported.endswith("rank 3 in step 0, call 4 and 2 more")
+
+
+def test_of_ranks_whose_node_is_not_heard_either_that_is_said_and_what_to_look_at() -> None:
+    ranks = [msgspec.structs.replace(facts(rank, -1), unheard_node="node-3") for rank in (4, 5)]
+
+    assert stale("silent", ranks, 30.0, 30.0, (), is_sure=True).startswith(
+        "ranks 4, 5 are silent: nothing was heard for 30 s, nor of node node-3, by which their records come: that process, "
+        "its machine or its network is stopped or gone, and the ranks may train on; last seen ranks 4, 5"
+    )

@@ -187,6 +187,10 @@ def stale(
         if here:
             text += f"; {_processes(here)} there (state {', '.join(dict.fromkeys(one.process_state for one in here))})"
             text += " but writes nothing: its disk is full or does not answer, or native code holds Python's lock"
+        elif nodes := list(dict.fromkeys(one.unheard_node for one in facts if one.unheard_node)):
+            names = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+            text += f", nor of node{'s' if len(nodes) > 1 else ''} {names}, by which their records come: that process, "
+            text += "its machine or its network is stopped or gone, and the ranks may train on"
         else:
             text += "; gone, stopped, or its records cannot be written"
     elif reason == "stopped":
