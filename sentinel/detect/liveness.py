@@ -75,7 +75,7 @@ class StaleRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     declares: ClassVar[Declaration] = Declaration(
         over="moments",
         summary="a rank that fell silent, that hangs while others wait for it, or that left them waiting",
-        statistics=("silent_s", "stopped_s", "idle_s"),
+        statistics=("silent_s", "unheard_s", "stopped_s", "idle_s"),
     )
 
     stale_after_s: float = 30.0

@@ -32,6 +32,15 @@ def test_a_rank_that_is_stopped_is_to_be_continued_and_not_called_late() -> None
     assert "py-spy" not in notified and "late or silent" not in notified
 
 
+def test_of_a_rank_whose_node_is_not_heard_the_machine_is_to_be_looked_at() -> None:
+    unheard = of_detector("health", "heartbeat", "unheard_s", "StaleRank", rank=1, message="rank 1 is silent")
+
+    (incident,) = IncidentTracker().update(40, [unheard])
+
+    notified = " ".join(incident.evidence)
+    assert "see whether the machine of that node lives" in notified and "py-spy" not in notified
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "is_router"),
     [

@@ -19,6 +19,8 @@ def advice(evidence: Evidence, found: Diagnosis) -> str:
         return ""  # What to do depends on where rows were lost, or on how the run ended: the anomaly says it.
     if evidence.is_about_a_stop:
         return f"{TO_DO}see who stopped the process (Ctrl-Z, a scheduler, a debugger), then continue it: kill -CONT"
+    if evidence.is_about_a_node:
+        return f"{TO_DO}see whether the machine of that node lives, its `sentinel node` or `ship` there, and its network"
     if evidence.is_liveness:
         return f"{TO_DO}look at the rank itself: its stack (py-spy dump), its loader, its device's log and clock"
     if found.next_step:

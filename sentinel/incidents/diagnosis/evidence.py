@@ -226,6 +226,11 @@ class Evidence(msgspec.Struct, kw_only=True):
         """Whether a rank's process is stopped, as the operating system of its machine says."""
         return any(sign.statistic == "stopped_s" for sign in self.signs.values())
 
+    @property
+    def is_about_a_node(self) -> bool:
+        """Whether nothing is heard of the node that ships a rank's records, so that nothing is known of the rank."""
+        return any(sign.statistic == "unheard_s" for sign in self.signs.values())
+
     def join(self, group: Iterable[Anomaly], facts: StepFacts | None) -> None:
         """Take anomalies that became members."""
         if facts is not None and facts.num_lanes > 1:

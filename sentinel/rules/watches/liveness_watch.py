@@ -196,6 +196,8 @@ class LivenessWatch(Watch):
         step = min(max(one.step, 0) for one in facts)
         rank = first.rank if alone else None
         statistic = {"silent": "silent_s", "stopped": "stopped_s"}.get(reason, "idle_s")
+        if reason == "silent" and all(one.unheard_node for one in facts):
+            statistic = "unheard_s"
         return Anomaly(
             # A rank may stop twice at one place: the number of the decision distinguishes the two.
             id=anomaly_id(tick.run, tick.attempt, step, None, rank, f"liveness/{tick.seq}/{statistic}", self.rule.name),
