@@ -141,7 +141,7 @@ class RunFollower:
             folder = order.furthest_behind()
             before = self._readers[folder].position
             num_bytes += self._read(folder, final=final, is_told=is_told)
-            if self._readers[folder].position == before:
+            if self._readers[folder].position == before and folder in order.behind:
                 break  # unreadable just now
         records = records or order.due()
         newest = [self._screening.newest_of(folder) for folder in order.behind | ahead]

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from sentinel.ingest import follow
+from sentinel.ingest.arrivals import Arrivals
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.ingest.time_order import TimeOrder
@@ -283,3 +284,22 @@ def test_health_of_a_life_is_heard(run_dir: Path) -> None:
     run.report(0, Health(code="hook_failed", message="x"))
 
     assert [r.message.code for r in drain(RunFollower(run_dir)) if isinstance(r.message, Health)] == ["hook_failed"]
+
+
+def test_a_final_poll_hands_out_what_waits_for_several_that_have_nothing_more(run_dir: Path) -> None:
+    run = SyntheticRun(run_dir, dp=4)
+    run.write(2)
+    names = sorted(path.name for path in (run_dir / "spool").iterdir())
+    # A join knows of more of three of them, which never comes.
+    follower = RunFollower(run_dir, arrivals=lambda: Arrivals(frozenset(names[:3]), None))
+    while follower.poll():
+        pass
+    run.write(1, ranks=[3])
+    assert not follower.poll() and len(follower.behind) > 2
+
+    last = []
+    while found := follower.poll(final=True):
+        last += found
+
+    assert {record.incarnation.rank for record in last} == {3} and last[-1].frame.header.step == 2
+    assert not follower.behind
