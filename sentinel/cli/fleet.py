@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import click
@@ -86,8 +87,9 @@ def rights(user: str, run: str | None, form: str) -> None:
 def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
     """Say, of each run and node, what waits to be held by the join, and what is blocked and why.
 
-    Of each worker: which partitions of the nodes it has, the epochs of its leases, and what waits in them. Exit code 0: all
-    goes on; 1: no node speaks, or something is blocked.
+    Of each run of which a node speaks: which others are silent, as the join knows it, and for which it waits. Of each
+    worker: which partitions of the nodes it has, the epochs of its leases, and what waits in them. Exit code 0: all goes
+    on; 1: no node speaks, or one is silent or waited for, or something is blocked.
     """
     workers: dict[str, WorkerReport] = {}
     try:
@@ -100,14 +102,16 @@ def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
     elif not found:
         click.echo(f"no node spoke within {listen_s:g} s")
     else:
-        for one in found:
-            for line in _lines(one):
+        for run, nodes in itertools.groupby(found, lambda one: one.run):
+            together = list(nodes)
+            for line in [*itertools.chain.from_iterable(map(_lines, together)), *_absent_lines(run, together[0])]:
                 click.echo(line)
     if not as_json:
         for _, report in sorted(workers.items()):
             for line in _worker_lines(report):
                 click.echo(line)
-    return 1 if not found or any(one.blocked for one in found) or any(one.blocked for one in workers.values()) else 0
+    is_wrong = any(one.blocked or one.num_silent or one.num_waited_for for one in found)
+    return 1 if not found or is_wrong or any(one.blocked for one in workers.values()) else 0
 
 
 def _lines(one: NodeStatus) -> list[str]:
@@ -123,6 +127,22 @@ def _lines(one: NodeStatus) -> list[str]:
         lines.append(f"  {folder}  head {file or '-'} {offset}  held {held or '-'} {at}  committed {index:06d} {acked}")
     lines += [f"  found by this node alone, as no join answers: {printable(what)}" for what in one.found_alone]
     return lines + [f"  blocked: {why}" for why in one.blocked]
+
+
+def _absent_lines(run: str, one: NodeStatus) -> list[str]:
+    """Return what is said of the nodes of a run that do not speak. one: any node that does."""
+    lines = [
+        f"{run}  node {printable(node)}  silent: nothing was heard of it for {silent_s:.0f} s, and it is waited for no more;"
+        " see whether its machine and its `sentinel node` or `sentinel ship` live"
+        for node, silent_s in one.silent.items()
+    ]
+    if one.num_silent > len(one.silent):
+        lines.append(f"{run}  and {one.num_silent - len(one.silent)} more nodes are silent")
+    if one.num_waited_for:
+        more = one.num_waited_for - len(one.waited_for)
+        names = ", ".join(map(printable, one.waited_for)) + (f" and {more} more" if more else "")
+        lines.append(f"{run}  what others sent waits for {names}; see whether machine and shipper live")
+    return lines
 
 
 def _report(one: WorkerReport) -> dict[str, object]:

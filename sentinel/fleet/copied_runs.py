@@ -22,7 +22,7 @@ from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
 from sentinel.fleet.fetched_rows import FetchedRows
 from sentinel.fleet.intake_tally import IntakeTally
-from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S, RunCopies
+from sentinel.fleet.run_copies import FORGOTTEN_S, MAX_NODES_SAID, SILENT_S, RunCopies
 from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, Published, RowsPiece, SpoolChunk
 from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.arrivals import Arrivals
@@ -38,7 +38,6 @@ STUCK_S = 3.0
 """A run of which chunks have waited so long waits for a node: the others' are held for two beats, half a second."""
 MAX_ANSWERED_BYTES = 256 * 2**10
 """Most bytes of commands in one answer; the others come with the next."""
-MAX_NODES_SAID = 8
 IDLE_NODES_A_SECOND = 512
 """Of nodes that have nothing but heartbeats so many are to speak a second: these, and what is said beside them, are half of
 what a join of many nodes has to do."""
@@ -67,6 +66,8 @@ class CopiedRuns:
         self._epochs = WorkerEpochs(clock)
         self._runs: dict[str, RunCopies] = {}
         self._rows: dict[str, FetchedRows] = {}
+        self._heard: dict[str, float] = {}
+        """Node -> when it spoke last, of whatever run."""
         self._begun, self._begin_s = clock(), begin_s
         self._lock = threading.Lock()
         self.recall()
@@ -196,14 +197,16 @@ class CopiedRuns:
                 return None
             if beat.is_leaving:
                 self._epochs.forget(beat.node)
-            rows = self._rows_of(beat.run)
-            spools = run.take_beat(beat, self.join, self._clock())
+            rows, now = self._rows_of(beat.run), self._clock()
+            self._heard[beat.node] = now
+            spools = run.take_beat(beat, self.join, now)
             return Answer(
                 version=PLAIN_VERSION, join=self.join, stamp=int(self._clock() * 1e9), node=beat.node, run=beat.run,
                 spools=spools, commands=_unknown_commands(self.directory / beat.run / "control", set(beat.commands)),
                 is_drained=is_drained, wanted=rows.wanted(beat.node),
                 num_steps=(rows.num_steps, rows.num_fetched), to=beat.number, epoch=self._epochs.newest(beat.node),
                 pace_s=sum(len(one.heard) for one in self._runs.values()) / IDLE_NODES_A_SECOND,
+                absent=run.absent(now, self._heard),
             )  # fmt: skip
 
     def begin_committed(self, run: str, folder: str) -> None:

@@ -13,7 +13,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import BrokerConfig, connect
 from sentinel.fleet.ended_tasks import within
-from sentinel.fleet.sealed import Answer, Beat, WorkerReport, unseal
+from sentinel.fleet.sealed import AbsentNodes, Answer, Beat, WorkerReport, unseal
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HEARD = (subjects.BEATS, subjects.ANSWERS, subjects.FRAMES_BEATS, subjects.FRAMES_ANSWERS, subjects.WORKERS)
 """Subjects of all that is heard."""
+_NOBODY = AbsentNodes()
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +55,14 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Which worker passes on what the node says; empty: it speaks to the join itself, or to a worker that is not there."""
     epoch: int = 0
     """Of that worker's lease of the partition."""
+    silent: dict[str, float] = {}
+    """Of the run, as the join says it: node of which nothing was heard -> seconds for which; a few of them."""
+    num_silent: int = 0
+    """All of these."""
+    waited_for: list[str] = []
+    """Of the run, as the join says it: nodes for which what others sent has waited for some seconds; a few of them."""
+    num_waited_for: int = 0
+    """All of these."""
 
 
 async def overhear(
@@ -65,6 +74,7 @@ async def overhear(
     """
     beats: dict[tuple[str, str], Beat] = {}
     answers: dict[tuple[str, str], Answer] = {}
+    absent: dict[str, AbsentNodes] = {}
     to_workers: dict[tuple[str, str], Beat] = {}
     by_workers: set[tuple[str, str]] = set()
 
@@ -76,8 +86,11 @@ async def overhear(
                 (beats if kind == "beat" else to_workers)[beat.run, beat.node] = beat
             elif kind:
                 answer = unseal(message.data, Answer)
-                if kind == "answer":
-                    answers[answer.run, answer.node] = answer
+                if kind == "answer" and not answer.stamp:
+                    # To a worker that lost the node: it says nothing else.
+                    answers.setdefault((answer.run, answer.node), answer)
+                elif kind == "answer":
+                    answers[answer.run, answer.node], absent[answer.run] = answer, answer.absent
                 else:
                     by_workers.add((answer.run, answer.node))
             else:
@@ -93,13 +106,14 @@ async def overhear(
     # What a worker says in a node's name knows more than what the node says to it.
     found = {**to_workers, **beats}
     return [
-        _status(beat, answers.get(key), is_unheard=key in to_workers.keys() - by_workers)
+        _status(beat, answers.get(key), absent.get(beat.run, _NOBODY), is_unheard=key in to_workers.keys() - by_workers)
         for key, beat in sorted(found.items())
     ]
 
 
-def _status(beat: Beat, answer: Answer | None, *, is_unheard: bool) -> NodeStatus:
-    """Return how a node is. is_unheard: it ships to workers, and none answers."""
+def _status(beat: Beat, answer: Answer | None, absent: AbsentNodes = _NOBODY, *, is_unheard: bool) -> NodeStatus:
+    """Return how a node is. absent: of its run, as the newest answer has it, to whomever. is_unheard: it ships to workers,
+    and none answers."""
     said = answer.spools if answer is not None else {}
     blocked = [beat.blocked] if beat.blocked else []
     blocked += beat.refused
@@ -119,5 +133,6 @@ def _status(beat: Beat, answer: Answer | None, *, is_unheard: bool) -> NodeStatu
         num_steps_of_digests=answer.num_steps[0] if answer is not None else 0,
         num_steps_of_rows=answer.num_steps[1] if answer is not None else 0,
         join=answer.join if answer is not None else "", blocked=blocked, partition=partition, worker=beat.worker,
-        epoch=beat.epoch, found_alone=beat.found_alone,
+        epoch=beat.epoch, found_alone=beat.found_alone, silent=dict(absent.silent), num_silent=absent.num_silent,
+        waited_for=list(absent.waited_for), num_waited_for=absent.num_waited_for,
     )  # fmt: skip

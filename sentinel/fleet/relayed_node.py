@@ -18,7 +18,7 @@ import msgspec
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_copies import SILENT_S
-from sentinel.fleet.sealed import MAX_COMMANDS, Answer, Beat, DigestPiece, Published, SpoolChunk, SpoolHead
+from sentinel.fleet.sealed import MAX_COMMANDS, AbsentNodes, Answer, Beat, DigestPiece, Published, SpoolChunk, SpoolHead
 from sentinel.fleet.spool_copy import MAX_INDEX
 from sentinel.fleet.subjects import partition_of, token
 from sentinel.private_files import make_directory
@@ -76,6 +76,8 @@ class RelayedNode:
         """Run -> what the node said last, if it was not passed on yet."""
         self._echoes: defaultdict[str, deque[tuple[int, tuple[str, int]]]] = defaultdict(lambda: deque(maxlen=MAX_ECHOES))
         """Run -> (stamp of an answer to the node, echo of the join's newest answer by then)."""
+        self._absent: dict[str, AbsentNodes] = {}
+        """Run -> what the join said last of its nodes: here the others are not known."""
         self._ready: deque[Published] = deque()
         """What is to be published next."""
         self._is_due = False
@@ -136,7 +138,7 @@ class RelayedNode:
             folder: theirs[folder] if theirs[folder].refused else msgspec.structs.replace(ours, is_passed_on=is_passed_on)
             for folder, ours in answer.spools.items()
         }
-        return msgspec.structs.replace(answer, spools=spools)
+        return msgspec.structs.replace(answer, spools=spools, absent=self._absent.get(beat.run, AbsentNodes()))
 
     # For the join.
 
@@ -162,6 +164,7 @@ class RelayedNode:
         self._is_due = True
         if self._runs.echo(answer.run) != (answer.join, answer.stamp):
             return
+        self._absent[answer.run] = answer.absent
         for folder in self._runs.held(answer.run).keys() & answer.spools.keys():
             said, begun = answer.spools[folder], self._begun.get((answer.run, folder))
             if said.refused:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from sentinel.errors import WireError
 from sentinel.fleet.copied_news import CopiedNews
 from sentinel.fleet.copied_pulses import CopiedPulses
 from sentinel.fleet.intake_tally import IntakeTally
-from sentinel.fleet.sealed import Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.sealed import AbsentNodes, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
 from sentinel.ingest.arrivals import Unheard
@@ -37,6 +37,11 @@ DEAF_S = 60.0
 """A node that speaks, and for so long shows by nothing that it hears the answers, is waited for no more."""
 FORGOTTEN_S = 3600.0
 """A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
+WAITED_S = 5.0
+"""Where a chunk has waited so long it is said for whom: two beats of nodes that speak every `MAX_PACE_S`, and a second."""
+ABSENT_S = 1.0
+"""So old may be what is said of nodes that are silent or waited for: thousands are not looked through for each answer."""
+MAX_NODES_SAID = 8
 ACKS_A_SECOND = 512
 """Of the files that say what is committed so many are looked at a second: thousands are not looked at with each beat. A node
 frees some seconds later what it need not keep."""
@@ -94,6 +99,7 @@ class RunCopies:
         """Node -> when the first answer was given since it last showed that it had heard one."""
         self.newest_beat = -math.inf
         """When any node spoke last."""
+        self._absent, self._absent_at = AbsentNodes(), -math.inf
 
     def begin(self, now: float) -> None:
         """Give the nodes of what is here as long to report as any that falls silent."""
@@ -217,6 +223,22 @@ class RunCopies:
             for node, (at, lag_bytes, lag_s) in self._spoke.items()
             if now - at < FORGOTTEN_S
         ]
+
+    def absent(self, now: float, heard: Mapping[str, float]) -> AbsentNodes:
+        """Return which nodes are silent, and which are waited for, as it was at most `ABSENT_S` ago.
+
+        heard: node -> when it spoke last of any run: a node whose run was deleted there says nothing of that one."""
+        if now - self._absent_at >= ABSENT_S:
+            silent = sorted(
+                (now - heard.get(node, at), node)
+                for node, (at, _, _) in self._spoke.items()
+                if SILENT_S <= now - at < FORGOTTEN_S and now - heard.get(node, at) >= SILENT_S
+            )
+            waited_for = self.waits_for(now) if self.waits_s(now) >= WAITED_S else []
+            named = tuple((node, silent_s) for silent_s, node in silent[:MAX_NODES_SAID])
+            self._absent = AbsentNodes(named, len(silent), tuple(waited_for[:MAX_NODES_SAID]), len(waited_for))
+            self._absent_at = now
+        return self._absent
 
     # What waits for whom.
 

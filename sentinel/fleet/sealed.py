@@ -208,6 +208,19 @@ class SpoolHeld(msgspec.Struct, frozen=True, array_like=True):
     """Whether the join has all that whoever answers holds, where the node ends: it may not be so where a worker answers."""
 
 
+class AbsentNodes(msgspec.Struct, frozen=True, array_like=True):
+    """The nodes of a run of which the join hears nothing, and those for which it waits: for people. A few by name."""
+
+    silent: tuple[tuple[str, float], ...] = ()
+    """(node that did not end in order, seconds for which it has said nothing), who fell silent last first."""
+    num_silent: int = 0
+    """All of these, those without a name here among them."""
+    waited_for: tuple[str, ...] = ()
+    """Nodes that have not said what they hold since others sent what waits."""
+    num_waited_for: int = 0
+    """As `num_silent`."""
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """What the join says to a node of one run."""
 
@@ -233,6 +246,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """The highest under which a worker spoke of this node lately."""
     pace_s: float = 0.0
     """Seconds for which whoever has nothing but heartbeats waits before they go, and before it speaks again."""
+    absent: AbsentNodes = AbsentNodes()
+    """Of this run."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True, tag="worker"):
