@@ -35,7 +35,7 @@ class JoinHealth(msgspec.Struct, frozen=True, kw_only=True):
     are_copies_refused: bool = False
     """The disk does not take the copies of spools."""
     counts: dict[str, int] = {}
-    """`chunks`, `bytes`, `repeated`, `dropped`, `refused`, `digested_steps`, `fetched_steps`, `gone_frames`: since the
-    beginning."""
+    """`chunks`, `bytes`, `repeated`, `dropped`, `refused`, `digested_steps`, `fetched_steps`, `gone_frames`, `shared_names`:
+    since the beginning."""
     problems: tuple[str, ...] = ()
     """What is wrong, in words."""

@@ -18,7 +18,7 @@ class IntakeTally:
     def __init__(self, clock: Callable[[], float], on_problem: Callable[[str], None]) -> None:
         """clock: monotonic seconds. on_problem: told of each thing that is refused, once."""
         self.counts: Counter[str] = Counter()
-        """chunks, bytes, repeated, dropped, refused, digest_bytes, rows_bytes: since the beginning."""
+        """chunks, bytes, repeated, dropped, refused, digest_bytes, rows_bytes, shared_names: since the beginning."""
         self.disk_problem = ""
         """Why the newest bytes could not be written; empty: they were."""
         self._clock, self._on_problem = clock, on_problem

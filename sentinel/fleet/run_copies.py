@@ -16,6 +16,7 @@ from sentinel.fleet.copied_news import CopiedNews
 from sentinel.fleet.copied_pulses import CopiedPulses
 from sentinel.fleet.intake_tally import IntakeTally
 from sentinel.fleet.sealed import AbsentNodes, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
+from sentinel.fleet.shipper_sessions import ShipperSessions
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
 from sentinel.ingest.arrivals import Unheard
@@ -91,6 +92,7 @@ class RunCopies:
         """Folder of a spool -> what of it waits, in the order in which it came."""
         self._numbers: dict[str, tuple[str, int]] = {}
         """Node -> `number` of its newest beat."""
+        self._sessions = ShipperSessions()
         self._behind: set[str] = set()
         """Folders of spools that hold more than their copies, or may: their nodes have not spoken yet."""
         self._spoken: set[str] = set()
@@ -175,6 +177,12 @@ class RunCopies:
         node = beat.node
         if beat.number[0]:
             self._numbers[node] = beat.number
+            # One that ends may do so beside the one that follows it.
+            if not beat.is_ending and not beat.is_leaving and self._sessions.is_shared(node, beat.number[0], now):
+                self._tally.counts["shared_names"] += 1
+                why = f"several shippers speak as node {node}, in turn: are there two machines with this name?"
+                why = f"run {self._name}: {why} give each its own --node; what they send is taken, of all of them"
+                self._tally.say(f"{self._name}/{node}/sessions", why)
         self.heard[node] = self.newest_beat = now
         if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)

@@ -50,6 +50,7 @@ def families(join: JoinHealth | None) -> Iterator[Metric]:
         ("digested_steps", "Steps of runs of which digests of nodes were used."),
         ("fetched_steps", "Steps whose rows were asked for, for something in them was looked at row by row."),
         ("gone_frames", "Frames of rows that no node has any more, so that their steps were judged without them."),
+        ("shared_names", "Beats that show that several machines speak as one node."),
     ):
         yield CounterMetricFamily(f"sentinel_join_{what}", words, value=join.counts.get(what, 0))
     worst = sorted(join.nodes, key=lambda one: (-one.lag_s, -one.lag_bytes, -one.silent_s, one.node))[:MAX_NODES]
