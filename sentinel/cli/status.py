@@ -15,6 +15,7 @@ from sentinel.anomaly import Severity
 from sentinel.cli.course import Course, course_in, course_of, course_report, why_nothing
 from sentinel.cli.main import CLEAN, FOUND, to_stderr
 from sentinel.cli.places import find_run, runs_directory
+from sentinel.daemon.absent_ranks import MissingRanks, PartialSteps
 from sentinel.daemon.notes import Notes, note_lines
 from sentinel.daemon.run_notices import FAILURES_FACT
 from sentinel.errors import SentinelError
@@ -72,6 +73,10 @@ def status_lines(run_dir: Path, state: dict[str, Any]) -> list[str]:
     lines += [printable(line) for line in course.lines]
     if not course.num_steps and (nothing := why_nothing(run_dir, math.inf)):
         lines.append(printable(nothing))
+    if state["missing_ranks"]:
+        lines.append(f"missing: {printable(msgspec.convert(state['missing_ranks'], MissingRanks).words)}")
+    if state["partial_steps"]:
+        lines += [printable(line) for line in msgspec.convert(state["partial_steps"], PartialSteps).lines]
     if state["replicas"]:
         lines.append(f"replicas: {state['replicas']}")
     if state["spool"]:
@@ -100,6 +105,8 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         "config": None,
         "spool": "",
         "losses": "",
+        "missing_ranks": None,
+        "partial_steps": None,
         "notes": None,
         "num_rows_lost": 0,
         "is_complete": True,
@@ -119,6 +126,11 @@ def run_status(run_dir: Path) -> dict[str, Any]:
         state |= course_report(course_of(journal))
         losses = recorded_losses(journal)
         state["losses"], state["num_rows_lost"], state["is_complete"] = losses.words, losses.num_rows, losses.is_complete
+        partial, missing = PartialSteps.recalled(journal), MissingRanks.recalled(journal)
+        state["partial_steps"] = msgspec.to_builtins(partial) if partial.lines else None
+        # Who is heard is known while somebody listens, and of a run that is over nobody is.
+        is_heard = state["daemon"] is not None and state["ended"] is None
+        state["missing_ranks"] = msgspec.to_builtins(missing) if is_heard and missing.num_missing else None
         state["notes"] = json.loads(journal.values.get("notes") or "null")
         state["config"] = json.loads(journal.values.get("config") or "null")
         state["attempt"], state["step"] = judged_step(journal)

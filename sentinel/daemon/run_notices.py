@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from sentinel.daemon.absent_ranks import MISSING_FACT, PARTIAL_FACT, MissingRanks, PartialSteps
 from sentinel.daemon.gauges import WATCHED_FACT, RunGauges
 from sentinel.daemon.notes import Notes, note_lines
+from sentinel.ingest.incarnation import Incarnation
 from sentinel.ingest.run_losses import RunLosses
 from sentinel.report.files import json_line
 from sentinel.step_view import StepView
@@ -26,6 +28,7 @@ class RunNotices:
     def __init__(self, name: str, journal: Journal) -> None:
         self._name, self._journal = name, journal
         self._notes = Notes.recalled(journal)
+        self._partial, self._missing = PartialSteps.recalled(journal), MissingRanks.recalled(journal)
         self._problems: dict[str, str] = {}
         self._blind: list[str] = []
         self._failures: list[str] = []
@@ -48,8 +51,10 @@ class RunNotices:
         self._problems[problem] = problem
 
     def take_step(self, view: StepView) -> None:
-        """Take in what ranks said in one step."""
+        """Take in what ranks said in one step, and whose part of it is not there."""
         self._notes.take(view)
+        if view.decision is not None:
+            self._partial.take(view.decision)
 
     def keep(self, gauges: RunGauges, blind: Sequence[str], failures: Sequence[str], losses: RunLosses) -> None:
         """Write down what has changed, once a batch of steps.
@@ -72,6 +77,22 @@ class RunNotices:
             log.warning("run %s: %s", self._name, losses.words)
         self._problems["losses"] = losses.words
         self._remember("losses", msgspec.json.encode(losses).decode())
+
+    def keep_partial(self, num_rows_late: Mapping[int, int], known: Iterable[Incarnation]) -> None:
+        """Write down what was judged without.
+
+        num_rows_late: rank -> rows that came too late. known: processes of the run.
+        """
+        self._partial.take_late(num_rows_late)
+        if self._partial.num_steps or self._partial.num_rows_late:
+            self._partial.name_hosts(known)
+            self._remember(PARTIAL_FACT, msgspec.json.encode(self._partial).decode())
+
+    def keep_missing(self, missing: MissingRanks) -> None:
+        """Write down who is not heard while others are."""
+        if missing != self._missing:
+            self._missing = missing
+            self._remember(MISSING_FACT, msgspec.json.encode(missing).decode())
 
     def _keep_watched(self, gauges: RunGauges) -> None:
         """Write down how much is watched, and how many weights have copies to compare."""

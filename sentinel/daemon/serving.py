@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from sentinel.daemon.absent_ranks import MissingRanks
 from sentinel.daemon.alert_contexts import AlertContexts
 from sentinel.daemon.command_turns import CommandTurns
 from sentinel.daemon.commanding import Commanding
@@ -188,6 +189,7 @@ class ServedRun:
             heard = self._command_turns.turn(self._stages, now, begun - self._turns.left_s, is_due=has_moved)
             if heard is not None:
                 self.status.publish(self._stages, now, heard=heard)
+                self._notices.keep_missing(MissingRanks.of(self._gauges.metrics.num_ranks_expected, heard, known))
                 ended = time.monotonic()
                 self._command_turns.rest(ended - begun, ended - self._turns.left_s)
         return has_moved
@@ -419,7 +421,9 @@ class ServedRun:
         """Show what a batch of judged steps came to. newest: the last of them; None: there were moments alone."""
         if newest is not None:
             judge = self._stages.judge
-            self._notices.keep(self._gauges, judge.blindness, judge.failures, self._stages.assembler.losses)
+            follower, assembler = self._stages.follower, self._stages.assembler
+            self._notices.keep(self._gauges, judge.blindness, judge.failures, assembler.losses)
+            self._notices.keep_partial(assembler.num_late_rows, follower.incarnations.values())
             self._gauges.take_norms(newest)
             self.status.take_judge(judge)
         self._marks.keep()
