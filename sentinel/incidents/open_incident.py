@@ -15,7 +15,7 @@ from sentinel.incidents.diagnosis.evidence import Evidence
 from sentinel.incidents.diagnosis.held import HeldDiagnosis
 from sentinel.incidents.diagnosis.step_facts import StepFacts
 from sentinel.incidents.scope import deviating_rank, is_several_times, lineage_of, series_of, size_of
-from sentinel.incidents.titles import origin_words, root_words, title_words
+from sentinel.incidents.titles import origin_words, root_words, seen_words, title_words
 from sentinel.kinds import Phase
 from sentinel.order.causes import leading_causes, reached_by
 from sentinel.order.origin import Origin, origin
@@ -278,7 +278,7 @@ def as_seen(incident: Incident, root: Anomaly, missing: Collection[int]) -> Inci
     if not missing or root.rank in missing:
         return incident
     who = ", ".join(map(str, sorted(missing)[:8]))
-    title = f"{incident.title.replace(' born in ', ' seen in ', 1)}; rank {who} not heard of that step"
+    title = f"{seen_words(incident.title)}; rank {who} not heard of that step"
     return msgspec.structs.replace(incident, title=title, root_name="", module="", segment="")
 
 

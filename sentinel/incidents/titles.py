@@ -36,6 +36,14 @@ def origin_words(anomaly: Anomaly, born: Origin | None = None) -> str:
     return f"{value_words(anomaly)} born {place} {where_words(born.rank, born.micro_step, anomaly.step, born.ranks)}"
 
 
+def seen_words(title: str, by: str = "") -> str:
+    """Return a title of a non-finite incident that was seen at its place, and may have been born at another.
+
+    by: of whose ranks it is the first place; empty: of those that were heard.
+    """
+    return title.replace(" born in ", f" seen first, {by}, in " if by else " seen in ", 1)
+
+
 def root_words(root: Anomaly, born: Origin) -> str:
     """`blocks.2.mlp.fc1 (activation) rank 3 micro_step 1`; `rank 3` of what is about the rank itself."""
     if is_liveness(root) and (root.rank is not None or root.ranks):

@@ -2,7 +2,8 @@
 
 A join that comes back judges all of it, with the ranks of all machines, and tells people: what is found here is for the log
 of the machine, and for `sentinel fleet status`. One machine's ranks may hold a part of a tensor; a NaN is one there too, and
-a part has a past of its own. Who is silent or hangs only the others tell, and is not judged here.
+a part has a past of its own. Where a NaN was born only all ranks tell: of some it is said where they saw it first.
+Who is silent or hangs only the others tell, and is not judged here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sentinel.incident import Incident
+from sentinel.incidents.titles import seen_words
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.incarnation import SpoolRecord
 from sentinel.ingest.merge import ClosedStep
@@ -26,6 +29,8 @@ LOOK_S = 2.0
 """Most seconds of one look at one run: of what was written while nobody looked the rest is for the next."""
 MAX_FOUND = 8
 """Most incidents of a run that are kept to be said; of a storm the first tell where it began."""
+
+SEEN_BY = "of this machine's ranks"
 
 Committed = Mapping[str, tuple[int, int]]
 """Folder of a spool -> (file index, offset) behind what the join has judged."""
@@ -109,7 +114,15 @@ class _LoneRun:
         for incident in self._judge.judge(view.decision, view).incidents:
             is_news = (view.attempt, incident.opened_step) > self._judged
             if is_news and incident.paged and incident.nature != "liveness" and len(self._found) < MAX_FOUND:
-                self._found.setdefault(incident.id, f"{incident.severity.value}: {incident.title}")
+                self._found.setdefault(incident.id, f"{incident.severity.value}: {_title(incident, view)}")
+
+
+def _title(incident: Incident, view: ClosedStep) -> str:
+    """Return what is said of an incident: where it was born this machine cannot tell that has some of the ranks alone."""
+    is_whole = len(view.places) >= max((place.world_size for place in view.places.values()), default=0)
+    if incident.nature != "nonfinite" or is_whole:
+        return incident.title
+    return f"{seen_words(incident.title, SEEN_BY)}; other machines may have had it before"
 
 
 def _nobody(problem: str) -> None:

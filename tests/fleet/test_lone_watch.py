@@ -100,12 +100,15 @@ def test_what_goes_wrong_while_no_join_answers_is_said_once_and_nothing_of_befor
 
     machine.train(6)
     (found,) = machine.looks(caplog)
-    assert "run run: found by this machine alone: critical: NaN born in layers.1.mlp" in found and "step 40" in found
+    # It may have come from a rank of the other machine.
+    seen = "critical: NaN seen first, of this machine's ranks, in layers.1.mlp"
+    assert f"run run: found by this machine alone: {seen}" in found and "born" not in found
+    assert "step 40" in found and found.endswith("; other machines may have had it before")
     assert machine.looks(caplog) == [] and len(machine.runs.found_alone["run"]) == 1
     (beat,) = machine.runs.beats()
     assert beat.found_alone == list(machine.runs.found_alone["run"])
     (said,) = [one for one in _lines(_status(beat, None, is_unheard=False)) if "alone" in one]
-    assert said.startswith("  found by this node alone, as no join answers: critical: NaN born in layers.1.mlp")
+    assert said.startswith(f"  found by this node alone, as no join answers: {seen}")
 
     machine.train(24)
     machine.hear(judged_step=66)
