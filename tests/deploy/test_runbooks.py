@@ -42,3 +42,13 @@ def test_the_first_page_leads_to_all_others():
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (RUNBOOKS / "index.md").read_text()))
 
     assert linked == {page.name for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [*PAGES, RUNBOOKS.parent / "daemon.md"], ids=lambda page: page.stem)
+def test_what_is_asked_over_http_is_asked_with_a_token(page):
+    """Without one `/healthz` names nothing, and all else is refused, where other people use the machine too."""
+    text = page.read_text()
+    asked = re.findall(r"^    curl .*$", text, re.MULTILINE)
+
+    assert all('-H "Authorization: Bearer TOKEN"' in line for line in asked)
+    assert not asked or "tokens.json" in text
