@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
+import ssl
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -11,14 +14,19 @@ import msgspec
 
 from sentinel.cli.broker_options import broker_options
 from sentinel.cli.fleet_up import up
-from sentinel.errors import ConfigError, StoreError
-from sentinel.fleet.broker import BrokerConfig
-from sentinel.fleet.broker_users import RUN_CREDENTIALS, nsc_command, user_of
+from sentinel.cli.main import to_stderr
+from sentinel.errors import ConfigError, SentinelError, StoreError
+from sentinel.fleet.broker import BrokerConfig, error_words, without_password
+from sentinel.fleet.broker_users import RUN_CREDENTIALS, STATUS, nsc_command, user_of
 from sentinel.fleet.overheard import NodeStatus, overhear
 from sentinel.fleet.sealed import WorkerReport
 from sentinel.fleet.users_conf import CREDENTIALS, let_in
 from sentinel.fleet.users_conf import NAME as USERS_CONF
 from sentinel.printable import printable
+
+MAX_ERRORS = 4
+"""Most errors of a connection that are said, each once."""
+_REFUSED = re.compile(r'permissions violation for subscription to "([^"]+)"', re.IGNORECASE)
 
 
 @click.group()
@@ -92,10 +100,18 @@ def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
     on; 1: no node speaks, or one is silent or waited for, or something is blocked.
     """
     workers: dict[str, WorkerReport] = {}
+    errors: list[Exception] = []
+    heard_at = msgspec.structs.replace(broker, on_error=errors.append)
     try:
-        found = asyncio.run(overhear(broker, listen_s, lambda report: workers.update({report.worker: report})))
+        found = asyncio.run(overhear(heard_at, listen_s, lambda report: workers.update({report.worker: report})))
     except TimeoutError as error:
-        raise StoreError(f"{broker.shown}: expected a NATS server, got no answer within 5 s") from error
+        raise _unreached(broker, errors) from error
+    for words in _other_words(error for error in errors if not _REFUSED.search(str(error))):
+        to_stderr(f"{broker.shown}: {words}; it was tried again")
+    if refused := _refused_words(broker, errors):
+        if not found:
+            raise ConfigError(refused)
+        to_stderr(refused)
     if as_json:
         objects = [*found, *(_report(one) for _, one in sorted(workers.items()))]
         click.echo(b"\n".join(map(msgspec.json.encode, objects)).decode())
@@ -112,6 +128,38 @@ def status(broker: BrokerConfig, listen_s: float, as_json: bool) -> int:
                 click.echo(line)
     is_wrong = any(one.blocked or one.num_silent or one.num_waited_for for one in found)
     return 1 if not found or is_wrong or any(one.blocked for one in workers.values()) else 0
+
+
+def _unreached(broker: BrokerConfig, errors: Sequence[Exception]) -> SentinelError:
+    """Return why there was no connection to a server in time. errors: with which each try ended."""
+    for error in errors:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            known_by = f'in --tls-ca "{broker.ca_file}"' if broker.ca_file else "that this system trusts, without --tls-ca"
+            mend = "name the certificate of the server's authority with --tls-ca"
+            if "mismatch" in error.verify_message:
+                mend = "name the server in --server as its certificate does"
+            return ConfigError(
+                f"{broker.shown}: expected a certificate by an authority {known_by}, got: {error.verify_message}; {mend}"
+            )
+    words = _other_words(errors)
+    got = f": {'; '.join(words)}" if words else " no answer within 5 s"
+    return StoreError(f"{broker.shown}: expected a NATS server, got{got}")
+
+
+def _other_words(errors: Iterable[Exception]) -> list[str]:
+    return list(dict.fromkeys(without_password(error_words(error)) for error in errors))[:MAX_ERRORS]
+
+
+def _refused_words(broker: BrokerConfig, errors: Sequence[Exception]) -> str:
+    """Return that the login may not hear what is asked for; empty: it may."""
+    refused = [found[1] for error in errors if (found := _REFUSED.search(str(error)))]
+    if not refused:
+        return ""
+    login = broker.login_file or broker.creds_file or "no --login"
+    return (
+        f"{broker.shown}: expected a login that may hear what nodes, joins and workers say, got {login}, which may not hear "
+        f"{', '.join(dict.fromkeys(refused))}; give --login that of the user {STATUS} (`sentinel fleet users` writes it)"
+    )
 
 
 def _lines(one: NodeStatus) -> list[str]:

@@ -53,6 +53,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File of two lines, user and password, that only its owner may read."""
     creds_file: str = ""
     """File of a user's JWT and the seed of its nkey, where the server goes by those of an operator; in place of a login."""
+    on_error: Callable[[Exception], None] | None = None
+    """Told what goes wrong with a connection, in place of the log; None: the log is."""
 
     def __post_init__(self) -> None:
         for one in self.servers:
@@ -93,11 +95,24 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
             return None
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f'--tls-ca "{self.ca_file}": expected certificates in PEM, got: {_file_words(error)}'
+            ) from error
+        try:
             if self.cert_file:
                 context.load_cert_chain(self.cert_file, self.key_file)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--tls-ca, --client-cert, --client-key: expected files in PEM, got: {error}") from error
+            raise ConfigError(
+                f'--client-cert "{self.cert_file}", --client-key "{self.key_file}": expected a certificate chain and its '
+                f"key in PEM, got: {_file_words(error)}"
+            ) from error
         return context
+
+
+def _file_words(error: OSError) -> str:
+    """Return what is wrong with a file of certificates; an error of the TLS library is one of the system, too."""
+    return (str(error) if isinstance(error, ssl.SSLError) else error.strerror) or type(error).__name__
 
 
 def _is_no_note_of_ends(record: logging.LogRecord) -> bool:
@@ -132,6 +147,9 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
     said = set[str]()
 
     async def note(error: Exception) -> None:
+        if config.on_error is not None:
+            config.on_error(error)
+            return
         # Each of several servers has words of its own, in turn.
         words = f"{type(error).__name__}: {error}".rstrip(": ")
         if words not in said and len(said) < MAX_SAID:

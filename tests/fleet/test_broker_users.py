@@ -15,6 +15,7 @@ from nats.errors import TimeoutError as NatsTimeout
 from nats.js.errors import APIError, NotFoundError
 
 from sentinel.cli.logged_command import LoggedCommand
+from sentinel.cli.main import BAD_USAGE, run_cli
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig, connect, ensure_streams, ensure_worker_streams
 from sentinel.fleet.broker_certificates import RENEWED_DAYS, VALID_DAYS, BrokerCertificates
@@ -28,6 +29,7 @@ from sentinel.fleet.sealed import VERSION, FilePlace, SpoolChunk, seal
 from sentinel.fleet.stream_reader import StreamReader
 
 from ..support.broker_acts import act_as, until_refused
+from ..support.certificates import write_pair
 from ..support.ports import free_port
 from ..support.servers import need
 
@@ -201,6 +203,34 @@ def test_whoever_has_no_login_is_not_let_in(broker: OwnBroker, tmp_path: Path) -
     ):
         with pytest.raises(TimeoutError):
             asyncio.run(within(1.0, connect(other, "test")))
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_status_says_why_it_hears_nobody(broker: OwnBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(server: str, *options: str) -> str:
+        assert run_cli(["fleet", "status", "--server", server, "--listen-s", "0.5", *options]) == BAD_USAGE
+        return capsys.readouterr().err
+
+    node, (other, _) = broker.access("node-1"), write_pair(tmp_path)
+    untrusted = said(node.server, "--login", node.login_file)
+    assert (
+        "unable to get local issuer certificate; name" in untrusted
+        and "with --tls-ca" in untrusted
+        and "no answer" not in untrusted
+    )
+    untrusted = said(node.server, "--login", node.login_file, "--tls-ca", str(other))
+    assert f'in --tls-ca "{other}", got: ' in untrusted
+
+    (line,) = said(node.server, "--login", node.login_file, "--tls-ca", node.ca_file).splitlines()
+    assert f"got {node.login_file}, which may not hear sn.*.beat.*" in line and "that of the user status" in line
+
+
+def test_a_file_that_is_not_there_is_named_with_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["fleet", "status", "--server", "tls://127.0.0.1:1", "--tls-ca", "nope.pem"]) == BAD_USAGE
+
+    said = capsys.readouterr().err
+    assert '--tls-ca "nope.pem": expected certificates in PEM, got: No such file or directory' in said
 
 
 @pytest.mark.server
