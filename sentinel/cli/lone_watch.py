@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from sentinel.fleet.node_runs import UNANSWERED_S, NodeRuns
@@ -13,13 +15,18 @@ from sentinel.printable import printable
 log = logging.getLogger("sentinel.fleet")
 
 LOOK_S = 1.0
+STOOD_STILL_S = 5.0
+"""Where a look comes so much later than it is due this process was stopped, or its machine. Too small: a busy machine never
+judges; too large: a join that answered all others is said to be silent."""
 
 
 class LoneWatch:
     """A thread, for as long as it is entered. It writes nothing but the log, and what beats of the node say."""
 
-    def __init__(self, runs: NodeRuns, lone: LoneRuns) -> None:
-        self._runs, self._lone = runs, lone
+    def __init__(self, runs: NodeRuns, lone: LoneRuns, clock: Callable[[], float] = time.monotonic) -> None:
+        self._runs, self._lone, self._clock = runs, lone, clock
+        self._looked_at = clock()
+        """When the last look ended: what one takes is no standstill."""
         self._told: dict[str, tuple[str, ...]] = {}
         """Run -> what was said of it."""
         self._is_over = threading.Event()
@@ -44,6 +51,8 @@ class LoneWatch:
 
     def look(self) -> None:
         """Look once."""
+        if self._clock() - self._looked_at > LOOK_S + STOOD_STILL_S:
+            self._runs.wait_anew(self._told.keys())
         found = self._lone.look(self._runs.unanswered())
         self._runs.found_alone = found
         for name in found.keys() - self._told.keys():
@@ -57,4 +66,4 @@ class LoneWatch:
                 log.error("run %s: found by this machine alone: %s", printable(name), printable(line))
         for name in self._told.keys() - found.keys():
             log.info("run %s: a join answers again, and judges all of it", printable(name))
-        self._told = found
+        self._told, self._looked_at = found, self._clock()

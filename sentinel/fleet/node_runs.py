@@ -7,7 +7,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from sentinel.control.command_files import COMMAND_FILE, place_command
@@ -229,6 +229,14 @@ class NodeRuns:
             is_written = any(wall - spool.written_at < IDLE_S for _, spool in spools)
             found[name] = {folder: read_ack(spool.cursor.folder) for folder, spool in spools} if is_written else None
         return found
+
+    def wait_anew(self, unanswered: Collection[str]) -> None:
+        """Give joins as long to answer as at the beginning, for this process stood still. unanswered: runs of which it was
+        known before that none answers. For any thread.
+        """
+        for name, run in list(self._runs.items()):
+            if name not in unanswered:
+                run.answered_at = max(run.answered_at, self._clock())
 
     def beats(self, *, blocked: str = "", is_ending: bool = False, is_leaving: bool = False) -> Iterator[Beat]:
         """Yield what is to be said of each run."""

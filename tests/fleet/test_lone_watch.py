@@ -58,7 +58,7 @@ class Machine:
         self.clock = Clock()
         self.runs = NodeRuns(self.nodes[1], "node1", clock=self.clock)
         self.runs.discover()
-        self.watch = LoneWatch(self.runs, LoneRuns(self.nodes[1], load_pack(), self.clock))
+        self.watch = LoneWatch(self.runs, LoneRuns(self.nodes[1], load_pack(), self.clock), self.clock)
 
     def train(self, num_steps: int) -> None:
         self.run.write(num_steps)
@@ -75,11 +75,13 @@ class Machine:
         )  # fmt: skip
 
     def looks(self, caplog: pytest.LogCaptureFixture, after_s: float = 1.0) -> list[str]:
-        """Look a while later; return what is said."""
+        """Look every second for a while; return what is said."""
         caplog.clear()
-        self.clock.now += after_s
+        until = self.clock.now + after_s
         with caplog.at_level(logging.INFO, "sentinel.fleet"):
-            self.watch.look()
+            while self.clock.now < until:
+                self.clock.now = min(self.clock.now + 1.0, until)
+                self.watch.look()
         return [
             record.getMessage()
             for record in caplog.records
@@ -139,6 +141,26 @@ def test_a_run_of_a_machine_that_no_join_ever_heard_is_judged_from_its_beginning
     machine = Machine(tmp_path)
     said = machine.looks(caplog, UNANSWERED_S + 1)
     assert len(said) == 2 and "layers.0.mlp" in said[1]
+
+
+def test_a_machine_that_stood_still_gives_the_join_its_time_to_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path)
+    machine.hear(judged_step=30)
+    assert machine.looks(caplog, 2.0) == []
+
+    # SIGSTOP and SIGCONT: the join answered others meanwhile.
+    machine.clock.now += 600.0
+    assert machine.looks(caplog, UNANSWERED_S - 1.0) == []
+    machine.hear(judged_step=30)
+    assert machine.looks(caplog, UNANSWERED_S - 1.0) == []
+
+    # Of what it knew to be silent it does not say that it answers.
+    (begun,) = machine.looks(caplog, 2.0)
+    assert "no join has answered" in begun
+    machine.clock.now += 600.0
+    assert machine.looks(caplog, 2.0) == [] and machine.runs.found_alone == {"run": ()}
 
 
 def test_a_node_that_begins_while_there_is_no_broker_knows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
