@@ -63,7 +63,9 @@ class FleetProcess:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_ends - 1, 10))
         self._due = now + pause_s
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._say(f"{self.name} {how}: {self.background.last_line()}; it is started again in {pause_s:g} s")
+        # What a process said last need not be why it ended: one that was killed could not say.
+        said = f"it said last: {self.background.last_line()}"
+        self._say(f"{self.name} {how}; it is started again in {pause_s:g} s; {said}")
 
 
 class FleetProcesses:
@@ -139,7 +141,7 @@ class FleetProcesses:
             for name, process in self._processes.items():
                 process.start()
                 if name == BROKER:
-                    self._await(self._listens, is_stopping)
+                    self._await(lambda: self._broker.is_up, is_stopping)
             self._await(self._finds_page, is_stopping)
         except BaseException:
             self.kill()
@@ -217,16 +219,14 @@ class FleetProcesses:
         deadline = time.monotonic() + BEGIN_S
         while not is_stopping() and not is_so():
             for process in self._processes.values():
-                if process.background.code is not None:
-                    raise StoreError(f"{process.name} does not start: {process.background.last_line()}")
+                code, said = process.background.code, process.background.last_line
+                if code is not None and code < 0:
+                    raise StoreError(f"{process.name} was killed by signal {-code} as it started; it said last: {said()}")
+                if code is not None:
+                    raise StoreError(f"{process.name} does not start: {said()}")
             if time.monotonic() > deadline:
                 raise StoreError(f"{self.directory}: not up within {BEGIN_S:g} s; see {self.directory / 'logs'}")
             time.sleep(LOOK_S)
-
-    def _listens(self) -> bool:
-        host, _, port = self._broker.url.removeprefix("tls://").rpartition(":")
-        with socket.socket() as probe:
-            return probe.connect_ex((host, int(port))) == 0
 
     def _finds_page(self) -> bool:
         with contextlib.suppress(OSError, ValueError, KeyError):

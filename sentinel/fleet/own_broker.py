@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -14,12 +15,16 @@ import msgspec
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.broker_certificates import BrokerCertificates
-from sentinel.fleet.broker_users import write_users
+from sentinel.fleet.broker_users import STATUS, write_users
 from sentinel.private_files import create_file, make_directory
 
 PROGRAM = "nats-server"
 MIN_VERSION = (2, 9)
 """Oldest server that a fleet is tested with; before it consumers cannot be kept in memory."""
+
+ANSWERS_S = 1.0
+"""A server of this machine that has not answered for so long is not up yet."""
+MAX_GREETING_BYTES = 4096
 
 
 class OwnBroker:
@@ -39,6 +44,21 @@ class OwnBroker:
     def command(self) -> list[str]:
         """How it is started."""
         return [_program(), "-c", str(self._folder / "nats.conf")]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it answers where it listens. The whole handshake is done: of one that is broken off it logs an error."""
+        host, _, port = self.url.removeprefix("tls://").rpartition(":")
+        tls = self.access(STATUS).tls()
+        assert tls is not None
+        try:
+            with socket.create_connection((host, int(port)), ANSWERS_S) as connection:
+                # Its greeting comes in the clear.
+                connection.recv(MAX_GREETING_BYTES)
+                with tls.wrap_socket(connection, server_hostname=host):
+                    return True
+        except OSError:
+            return False
 
     def access(self, user: str) -> BrokerConfig:
         """Return how it is reached by one of its users."""

@@ -16,6 +16,7 @@ from sentinel.cli import fleet_processes
 from sentinel.cli.fleet_processes import FleetProcess, FleetProcesses
 from sentinel.cli.logged_command import LoggedCommand
 from sentinel.cli.main import run_cli
+from sentinel.fleet.own_broker import OwnBroker
 from sentinel.store.lock import RunLock
 
 from ..support.ports import free_port
@@ -105,9 +106,42 @@ def test_what_ends_is_started_again_later_and_later(tmp_path: Path, monkeypatch:
 
     wait_for(has_ended_thrice)
     ends = [one for one in said if "ended" in one]
-    assert [one.rpartition(" in ")[2] for one in ends] == ["0.01 s", "0.02 s", "0.04 s"]
-    assert all(one.startswith(f"node-1 ended with exit code 3: oh; see {tmp_path}/log") for one in ends)
+    said_last = f"it said last: oh; see {tmp_path}/log"
+    assert ends == [
+        f"node-1 ended with exit code 3; it is started again in {pause} s; {said_last}" for pause in ("0.01", "0.02", "0.04")
+    ]
     assert (tmp_path / "log").read_text() == "oh\n" * 3
+
+
+@pytest.mark.slow
+def test_what_a_process_said_last_is_not_why_it_was_killed(tmp_path: Path) -> None:
+    said: list[str] = []
+    script = "echo INFO all well; kill -9 $$"
+    process = FleetProcess("join", LoggedCommand(["sh", "-c", script], tmp_path / "log"), said.append)
+    process.start()
+
+    def has_ended() -> bool:
+        process.watch()
+        return bool(said)
+
+    wait_for(has_ended)
+    assert said[0].startswith("join was killed by signal 9; it is started again in 0.5 s; it said last: INFO all well; see ")
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_the_broker_is_asked_whether_it_is_up_without_an_error_in_its_log(tmp_path: Path) -> None:
+    need("nats-server")
+    own = OwnBroker(tmp_path, ["node-1"], free_port())
+    own.prepare()
+    server = LoggedCommand(own.command, tmp_path / "log")
+    assert not own.is_up
+    server.start()
+    wait_for(lambda: own.is_up)
+    server.end(20.0)
+
+    said = (tmp_path / "log").read_text()
+    assert "Server is ready" in said and "[ERR]" not in said
 
 
 @pytest.mark.slow
