@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from sentinel.cli.main import run_cli
 from sentinel.cli.node import node
 from sentinel.cli.ship import ship
 from sentinel.cli.worker import worker
-from sentinel.fleet.broker_users import user_of
+from sentinel.fleet.broker_users import node_user, user_of
 from sentinel.fleet.users_conf import users_in
 
+ROOT = Path(__file__).parents[2]
 SERVER = ("--server", "nats://127.0.0.1:9")
 
 
@@ -66,6 +69,16 @@ def test_rights_are_those_that_a_user_is_given(user: str, run: str | None, capsy
     assert words[:5] == ["nsc", "add", "user", "--name", expected.name]
     publish = ["--allow-pub", ",".join(expected.publish)] if expected.publish else ["--deny-pub", ">"]
     assert words[5:] == [*publish, "--allow-sub", ",".join(expected.subscribe)]
+
+
+def test_the_rights_of_a_node_are_those_of_its_manual() -> None:
+    (row,) = re.findall(r"^\| a node, `NODE` \| (.*) \| (.*) \|$", (ROOT / "docs" / "fleet.md").read_text(), re.MULTILINE)
+    user = node_user("NODE")
+
+    def shown(subjects: Iterable[str]) -> list[str]:
+        return [re.sub(r"\.\d+\.", ".K.", one) for one in subjects]
+
+    assert [re.findall(r"`([^`]+)`", cell) for cell in row] == [shown(user.publish), shown(user.subscribe)]
 
 
 def test_a_run_has_no_join_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
