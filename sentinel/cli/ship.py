@@ -22,6 +22,7 @@ from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.shipping import Shipping
 from sentinel.fleet.subjects import TO_JOIN, TO_WORKERS, Ways
+from sentinel.printable import printable
 
 
 def publishing_options(command: Command) -> Command:
@@ -80,6 +81,10 @@ def publish(
     where = Path(directory).absolute() if directory else runs_directory()
     if not where.is_dir():
         raise ConfigError(f"{where}: expected a directory of runs, found none; training makes it, or mkdir -m 700")
+    if not drain_s >= 0.0:
+        raise ConfigError(f"--drain-s: expected 0 s at least, got {drain_s:g}; with 0 nothing is waited for")
+    if node is not None and not node.strip():
+        raise ConfigError(f'--node: expected a name, got "{printable(node)}"; without --node it is the host name')
     nats_client()
     problem = logging.getLogger("sentinel.fleet").warning
     runs = NodeRuns(
