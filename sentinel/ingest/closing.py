@@ -92,7 +92,8 @@ def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: s
     """Return the decision that closes a due step with the frames received of each rank."""
     attempt, chosen = due.attempt, attempts.chosen(due.attempt, due.step)
     ranks = tuple(part.decided(rank) for rank, part in chosen.items())
-    described = (part.incarnation.descriptor for part in chosen.values())
+    # As of the step: of what was read further a process may say that it runs elsewhere.
+    described = (one.incarnation.layouts.get(one.layout_id, one.incarnation.descriptor) for one in chosen.values())
     machines = {machine_of(one) for one in described if one is not None}
     return Decision(
         seq=seq, run=run, attempt=attempt.number, step=due.step, ranks=ranks, why=due.why,
