@@ -226,8 +226,10 @@ class Attempts:
         by its launcher or its rank, which may be one that has no number yet.
         """
         found = self._newest_of.get(incarnation.id)
-        if found is None and incarnation.attempt is not None:
-            found = self.declared.get(incarnation.attempt, incarnation.attempt if self.newest < 0 else self.newest + 1)
+        if found is None and incarnation.attempt is not None and incarnation.attempt in self.declared:
+            found = self.declared[incarnation.attempt]
+        elif found is None and incarnation.attempt is not None:
+            found = incarnation.attempt if self.newest < 0 else self.newest + (not self._lacks(incarnation, self.newest))
         elif found is None:
             newest = self.by_number.get(self.newest)
             found = self.newest + 1 if newest is None or incarnation.rank in newest.sessions else self.newest
@@ -292,6 +294,8 @@ class Attempts:
         newest = self.newest
         former = self._sessions.get((incarnation.id, generation - 1))
         if incarnation.attempt is not None and incarnation.attempt not in self.declared:
+            if self._lacks(incarnation, newest):
+                return newest
             is_free = incarnation.attempt not in self.by_number and incarnation.attempt >= newest - MAX_ATTEMPTS // 2
             return incarnation.attempt if is_free else newest + 1
         if former is not None:
@@ -319,6 +323,16 @@ class Attempts:
                 return newest + 1
         found = self.by_number.get(candidate)
         return newest + 1 if found is not None and found.has_reported(incarnation.rank, step) else candidate
+
+    def _lacks(self, incarnation: Incarnation, number: int) -> bool:
+        """Return whether an attempt is of ranks that could not learn its number, and has the place of this one free: rank 0,
+        who tells it, came late to them.
+        """
+        found = self.by_number.get(number)
+        if found is None or incarnation.descriptor is None or incarnation.rank in found.sessions or found.is_over():
+            return False
+        is_of_unknown = all(one.incarnation.attempt is None for one in found.sessions.values())
+        return is_of_unknown and bool(found.sessions) and not self._is_of_another_world(incarnation, number)
 
     def _is_begun_behind(self, incarnation: Incarnation, number: int) -> bool:
         """Return whether an incarnation began when those of an attempt wrote no more."""

@@ -82,3 +82,35 @@ def test_a_job_that_is_submitted_again_is_judged_though_its_launcher_counts_from
         decision.missing for decision in followed.decisions
     )
     assert [view.attempt - views[0].attempt for view in views] == [0, 0, 1, 1] and views[0].attempt == MAX_ATTEMPTS + 2
+
+
+@pytest.mark.parametrize("late", [(0,), (0, 3)], ids=["rank 0", "rank 0 and one that waited for it"])
+def test_ranks_that_waited_for_rank_0_in_vain_are_of_its_attempt(run_dir: Path, late: tuple[int, ...]) -> None:
+    """Who asks it for the number and hears nothing for five seconds goes on without, and rank 0 begins behind them."""
+    run, followed = SyntheticRun(run_dir, dp=4, attempt=None), FollowedRun(run_dir)
+    for rank in set(range(4)) - set(late):
+        run.write_rank(rank, 0)
+        followed.listen()
+    assert not followed.views
+    told = SyntheticRun(run_dir, dp=4, attempt=0, ranks=late, clock=run.clock, seed=1)
+    told.write(1)
+    followed.listen()
+    for rank in set(range(4)) - set(late):
+        run.write_rank(rank, 1)
+    told.write(1)
+    followed.listen()
+
+    assert [(view.attempt, view.step, len(view.parts)) for view in followed.views] == [(0, 0, 4), (0, 1, 4)]
+    assert not any(decision.missing for decision in followed.decisions)
+
+
+def test_ranks_of_a_start_that_nobody_counted_are_not_those_of_the_next_one(run_dir: Path) -> None:
+    run, followed = SyntheticRun(run_dir, dp=2, attempt=None), FollowedRun(run_dir)
+    run.write(2)
+    followed.listen()
+    run.kill(0), run.kill(1)
+    run.restart(2, attempt=0)
+    run.write(2)
+    followed.listen()
+
+    assert [(view.attempt, view.step) for view in followed.views] == [(0, 0), (0, 1), (1, 2), (1, 3)]
