@@ -175,6 +175,8 @@ class Attempts:
         self.by_number: dict[int, Attempt] = {}
         self.newcomers: dict[bytes, Incarnation] = {}
         """Incarnations of which a descriptor came and no frame of a step."""
+        self._newcomer_of: dict[int, bytes] = {}
+        """Rank -> the last that was one of these."""
         self.declared: dict[int, int] = {}
         """The launcher's count of an attempt -> number of the newest attempt that has incarnations of it."""
         self.ended_until: dict[int, float] = {}
@@ -193,9 +195,14 @@ class Attempts:
         return max(self.by_number, default=-1)
 
     def arrive(self, incarnation: Incarnation) -> None:
-        """Add an incarnation to `newcomers`, unless a step of it has come."""
-        if not any((incarnation.id, generation) in self._sessions for generation in (0, 1)):
-            self.newcomers[incarnation.id] = incarnation
+        """Add an incarnation to `newcomers`, unless a step of it has come; one of its rank that began none is gone."""
+        if any((incarnation.id, generation) in self._sessions for generation in (0, 1)):
+            return
+        former = self._newcomer_of.get(incarnation.rank, incarnation.id)
+        if former != incarnation.id:
+            self.newcomers.pop(former, None)
+        self.newcomers[incarnation.id] = incarnation
+        self._newcomer_of[incarnation.rank] = incarnation.id
 
     def returning(self) -> set[int]:
         """Return the ranks with an incarnation that has no step yet."""
@@ -369,12 +376,16 @@ class Attempts:
         states: Iterable[AttemptState],
         sessions: Iterable[tuple[bytes, int, int, int]],
         declared: dict[int, int],
+        newcomers: Iterable[bytes],
         incarnations: Mapping[bytes, Incarnation],
     ) -> None:
-        """Go on from what `states`, `sessions` and `declared` were."""
+        """Go on from what `states`, `sessions`, `declared` and `newcomers` were."""
         self.declared = declared
         self.by_number = {one.number: Attempt(one) for one in states}
         self._dropped = set(declared.values()) - self.by_number.keys()
+        for one in newcomers:
+            if one in incarnations:
+                self.arrive(incarnations[one])
         for incarnation_id, generation, number, order in sorted(sessions, key=lambda one: one[3]):
             incarnation, attempt = incarnations.get(incarnation_id), self.by_number.get(number)
             if incarnation is None:

@@ -223,9 +223,9 @@ class RunFollower:
             if parse_incarnation_folder(folder) is None:
                 continue
             incarnation = Incarnation(at.incarnation, at.rank, folder, at.attempt, max_seq=at.seq, last_step=at.last_step)
-            incarnation.last_wall_ns = at.last_wall_ns
-            if at.left is not None:
-                incarnation.bye, incarnation.has_left = Bye(reason=at.left, step=at.last_step), True
+            incarnation.first_wall_ns, incarnation.last_wall_ns = at.first_wall_ns, at.last_wall_ns
+            incarnation.bye = at.bye if at.left is None else Bye(reason=at.left, step=at.last_step)
+            incarnation.has_left = incarnation.bye is not None
             self._screening.add(incarnation)
             self._add(folder, SpoolReader(self.spool_dir / folder, file_index=at.file_index, offset=at.offset, seq=at.seq))
             # The head of the file has one too, should the other file be gone.

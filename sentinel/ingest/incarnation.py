@@ -115,6 +115,10 @@ class SpoolPosition(msgspec.Struct, frozen=True):
     described_at: tuple[int, int]
     last_step: int = -1
     left: str | None = None
-    """Reason of its bye, where the bye lies before this position; None: there is none, or it will be read again."""
+    """In a snapshot of before there was `bye`: its reason."""
     last_wall_ns: int = msgspec.field(name="left_wall_ns", default=0)
     """`Incarnation.last_wall_ns` as of this position; 0: frames behind it that were read are read again, and say."""
+    first_wall_ns: int = 0
+    """`Incarnation.first_wall_ns`."""
+    bye: Bye | None = None
+    """Its goodbye, where that lies before this position; None: there is none, or it will be read again."""

@@ -62,17 +62,10 @@ class Received:
                 seq, behind, wall_ns = needed[incarnation_id][0] - 1, needed[incarnation_id][1], 0
             bye = incarnation.bye if incarnation.has_left and incarnation_id not in needed else None
             found[incarnation.folder] = SpoolPosition(
-                incarnation_id,
-                incarnation.rank,
-                incarnation.attempt,
-                behind[0],
-                behind[1],
-                seq,
-                incarnation.described_before(behind),
-                incarnation.last_step,
-                None if bye is None else bye.reason,
-                wall_ns,
-            )
+                incarnation_id, incarnation.rank, incarnation.attempt, behind[0], behind[1], seq,
+                incarnation.described_before(behind), incarnation.last_step, last_wall_ns=wall_ns,
+                first_wall_ns=incarnation.first_wall_ns, bye=bye,
+            )  # fmt: skip
         return found
 
     def newest_seqs(self) -> dict[bytes, int]:

@@ -39,6 +39,7 @@ class _AssemblerState(msgspec.Struct):
     num_late_rows: dict[int, int] = {}
     losses: RunLosses = msgspec.field(default_factory=RunLosses)
     ended_until: dict[int, float] = {}
+    newcomers: list[bytes] = []
 
 
 class StepAssembler:
@@ -206,6 +207,7 @@ class StepAssembler:
             num_late_rows=self._blindness.num_late_rows,
             losses=self.losses,
             ended_until=self.attempts.ended_until,
+            newcomers=list(self.attempts.newcomers),
         )
         return msgspec.msgpack.encode(state)
 
@@ -217,7 +219,7 @@ class StepAssembler:
         self._blindness.unreported, self._blindness.num_late_rows = state.blindness, state.num_late_rows
         self._received.restore(incarnations, state.ended, state.positions.values())
         self._intake.restore(state.attempts, state.received)
-        self.attempts.restore(state.attempts, state.sessions, state.declared, incarnations)
+        self.attempts.restore(state.attempts, state.sessions, state.declared, state.newcomers, incarnations)
         self.attempts.ended_until = state.ended_until
 
     def _closed(self, due: DueStep) -> ClosedStep:
