@@ -6,6 +6,7 @@ Not judged. The journal keeps it for `sentinel status`.
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -123,8 +124,9 @@ class MissingRanks(msgspec.Struct, frozen=True, kw_only=True):
         """Return who is missing; nobody where none is heard. heard: ranks that write now. known: processes of the run."""
         if not heard or len(heard) >= num_expected:
             return cls()
-        missing = [rank for rank in range(num_expected) if rank not in heard]
-        named = missing[:MAX_RANKS_NAMED]
+        # Nobody can know that a world is as large as its ranks say: no more of it is gone through than is named.
+        named = list(itertools.islice((rank for rank in range(num_expected) if rank not in heard), MAX_RANKS_NAMED))
+        num_missing = num_expected - sum(rank < num_expected for rank in heard) if named else 0
         newest = _newest(named, known)
         ranks = [
             AbsentRank(
@@ -132,7 +134,7 @@ class MissingRanks(msgspec.Struct, frozen=True, kw_only=True):
             )
             for rank in named
         ]
-        return cls(num_missing=len(missing), num_expected=num_expected, ranks=ranks)
+        return cls(num_missing=num_missing, num_expected=num_expected, ranks=ranks)
 
     @classmethod
     def recalled(cls, journal: Journal) -> MissingRanks:

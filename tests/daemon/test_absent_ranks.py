@@ -23,3 +23,9 @@ def test_of_any_number_of_ranks_a_few_are_named() -> None:
     silent = ", ".join(f"{rank} (never heard)" for rank in range(8))
     assert missing.words == f"999 of 1,000 ranks are not heard: ranks {silent} and 991 more"
     assert not MissingRanks.of(1000, (), ()).words, "a run that nobody writes in is silent, or over"
+
+
+def test_a_rank_that_says_its_world_is_endless_holds_up_nobody() -> None:
+    missing = MissingRanks.of(2**62, {0, 2, 2**63}, ())
+    assert missing.num_missing == 2**62 - 2 and [one.rank for one in missing.ranks] == [1, *range(3, 10)]
+    assert MissingRanks.of(4, {0, 7}, ()).num_missing == 3
