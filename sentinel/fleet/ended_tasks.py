@@ -1,4 +1,4 @@
-"""end_all, within: end tasks that go on beside each other, or for too long, and wait until they have ended.
+"""end_all, until_one_ends, within: end tasks that go on beside each other, or for too long, and wait until they have ended.
 
 Before Python 3.12 `asyncio.wait_for` drops a cancellation that comes together with what it waits for, and the client of the
 broker waits by it for each answer, and each time that it connects: a task that is cancelled once may go on for ever.
@@ -28,6 +28,17 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]], again_s: float | None = 
             one.cancel()
         _, waiting = await asyncio.wait(waiting, timeout=AGAIN_S if again_s is None else again_s)
     return [error for one in every if not one.cancelled() and (error := one.exception()) is not None]
+
+
+async def until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
+    """Have works go on beside each other until the first ends, and end the others; the first error of any is raised."""
+    tasks = [asyncio.ensure_future(one) for one in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        errors = await end_all(tasks)
+    if errors:
+        raise errors[0]
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, Result]) -> Result:

@@ -19,7 +19,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import LEAVE_S, STREAM_BYTES, BrokerConfig, connect, ensure_streams, error_words
 from sentinel.fleet.copied_runs import CopiedRuns
-from sentinel.fleet.ended_tasks import end_all
+from sentinel.fleet.ended_tasks import end_all, until_one_ends
 from sentinel.fleet.join_lease import REQUEST_S, JoinLease
 from sentinel.fleet.run_key import UNSIGNED, RunKey
 from sentinel.fleet.sealed import Beat, Published, seal, unseal, unseal_published
@@ -138,13 +138,7 @@ class JoinIntake:
             if self._is_closing.is_set():
                 await self._give_back(jetstream)
                 return
-            tasks = [asyncio.ensure_future(one) for one in (self._work(client), self._keep(client, jetstream))]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                errors = await end_all(tasks)
-            if errors:
-                raise errors[0]
+            await until_one_ends(self._work(client), self._keep(client, jetstream))
             await self._give_back(jetstream)
         finally:
             with contextlib.suppress(Exception):
@@ -158,8 +152,7 @@ class JoinIntake:
             self._on_lost()
 
     async def _work(self, client: Client) -> None:
-        """Take what nodes say, behind what lies in the directory: of a long backlog that is read for longer than a lease
-        lasts."""
+        """Read what lies in the directory, then take what nodes say. Of a long backlog the former outlasts a lease."""
         await asyncio.to_thread(self._copies.recall)
         self._has_begun = True
         log.info("join: copies in %s are written from %s", self._copies.directory, self._broker.shown)
@@ -168,13 +161,7 @@ class JoinIntake:
             await self._take_beat(client, message)
 
         await client.subscribe(subjects.BEATS, cb=take_beat)
-        tasks = [asyncio.ensure_future(one) for one in (self._take(client), self._release())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            errors = await end_all(tasks)
-        if errors:
-            raise errors[0]
+        await until_one_ends(self._take(client), self._release())
 
     @property
     def _may_act(self) -> bool:
