@@ -81,6 +81,8 @@ GROUP_NODES = 256
 """Nodes of one process, which come after each other; a multiple of the stages."""
 WARM_STEPS = 3
 """Steps after which layouts are known."""
+TURN_S = 0.1
+"""Processor time in which what came is taken in before the daemon looks at it."""
 
 
 class Fleet:
@@ -254,32 +256,35 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
     began = time.process_time()
     run: ServedRun | None = None
     turns_s, verdicts, num_judged = 0.0, list[float](), 0
-    told, digested_at, waits = Told(), 0.0, list[float]()
+    told, digested_at, framed_at, waits = Told(), 0.0, 0.0, list[float]()
+    turned_at = 0.0
 
-    def turn() -> None:
+    def turn(*, is_last: bool = False) -> None:
         """Have the run judge what came since."""
-        nonlocal run, turns_s, digested_at
+        nonlocal run, turns_s, digested_at, turned_at
+        begun, num_before = time.process_time(), len(told.at)
+        copies.release()
         if run is None and (joined / "run" / "spool").is_dir():
             run = ServedRun(
                 RunPaths.of(joined / "run"), DaemonConfig(), packs, arrivals=lambda: copies.arrivals("run"),
                 rows_from=copies.rows_of("run"), turns=told,
             )  # fmt: skip
-        begun, num_before = time.process_time(), len(told.at)
-        while run is not None and run.turn(time.time()):
+        while run is not None and run.turn(time.time()) and (is_last or len(told.at) == num_before):
             pass
-        turns_s += time.process_time() - begun
-        verdicts.extend(at - begun for at in told.at[num_before:])
+        turned_at = time.process_time()
+        turns_s += turned_at - begun
         if len(told.at) > num_before:
+            verdicts.append(told.at[-1] - framed_at)
             waits.append(told.at[-1] - digested_at)
             digested_at = 0.0
 
     warm_s = 0.0
     is_steady = False
     for at, is_beat, data in heapq.merge(*map(_read, said), key=operator.itemgetter(0)):
-        if at != now[0]:
-            copies.release()
-            now[0] = at
+        begun = time.process_time()
+        if at != now[0] or begun - turned_at >= TURN_S:
             turn()
+            now[0], begun = at, time.process_time()
         if not data and is_steady:
             continue
         if not data:
@@ -292,13 +297,12 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
             if (answer := copies.take_beat(unseal(data, Beat), is_drained=True)) is not None:
                 seal(answer)
             continue
-        begun = time.process_time()
+        framed_at = begun
         for one in unseal_published(data):
             if isinstance(one, DigestPiece):
                 digested_at = digested_at or begun
             copies.take(one)
-    copies.release()
-    turn()
+    turn(is_last=True)
     rows = copies.rows_of("run")
     took = time.process_time() - began
     if garbage is not None:

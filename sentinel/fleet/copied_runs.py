@@ -21,8 +21,9 @@ import msgspec
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
 from sentinel.fleet.fetched_rows import FetchedRows
+from sentinel.fleet.heard_nodes import FORGOTTEN_S, MAX_NODES_SAID, SILENT_S
 from sentinel.fleet.intake_tally import IntakeTally
-from sentinel.fleet.run_copies import FORGOTTEN_S, MAX_NODES_SAID, SILENT_S, RunCopies
+from sentinel.fleet.run_copies import RunCopies
 from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, Published, RowsPiece, SpoolChunk
 from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.arrivals import Arrivals
@@ -55,14 +56,15 @@ class CopiedRuns:
         clock: Callable[[], float] = time.monotonic,
         on_problem: Callable[[str], None] = lambda problem: None,
         wait: Callable[[float], None] = time.sleep,
+        has_lockstep: bool = True,
     ) -> None:
-        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`.
+        """directory: of the runs. join: name of this process. begin_s: as `BEGIN_S`. has_lockstep: as of `RunCopies`.
 
         on_problem: told of each thing that is refused, once. wait: as of `FetchedRows`."""
         self.directory, self.join = directory, join
         self.tally = IntakeTally(clock, on_problem)
         self.counts = self.tally.counts
-        self._clock, self._wait = clock, wait
+        self._clock, self._wait, self._has_lockstep = clock, wait, has_lockstep
         self._epochs = WorkerEpochs(clock)
         self._runs: dict[str, RunCopies] = {}
         self._rows: dict[str, FetchedRows] = {}
@@ -77,7 +79,7 @@ class CopiedRuns:
         found = dict[str, RunCopies]()
         for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
             if _is_name(path.name) and (path / "spool").is_dir():
-                run = RunCopies(path, self.tally)
+                run = RunCopies(path, self.tally, has_lockstep=self._has_lockstep)
                 if run.recall():
                     found[path.name] = run
         with self._lock:
@@ -205,7 +207,7 @@ class CopiedRuns:
                 spools=spools, commands=_unknown_commands(self.directory / beat.run / "control", set(beat.commands)),
                 is_drained=is_drained, wanted=rows.wanted(beat.node),
                 num_steps=(rows.num_steps, rows.num_fetched), to=beat.number, epoch=self._epochs.newest(beat.node),
-                pace_s=sum(len(one.heard) for one in self._runs.values()) / IDLE_NODES_A_SECOND,
+                pace_s=sum(len(one.heard.at) for one in self._runs.values()) / IDLE_NODES_A_SECOND,
                 absent=run.absent(now, self._heard),
             )  # fmt: skip
 
@@ -229,7 +231,7 @@ class CopiedRuns:
     def _forget_ended(self, now: float) -> None:
         """Let go of the digests of runs of which no node has spoken for an hour: of many runs they would fill the memory."""
         for name, run in self._runs.items():
-            if now - run.newest_beat >= FORGOTTEN_S and name in self._rows:
+            if now - run.heard.newest_beat >= FORGOTTEN_S and name in self._rows:
                 self._rows[name].forget()
 
     def refuse(self, what: str, why: str) -> None:
@@ -268,7 +270,7 @@ class CopiedRuns:
 
     def _is_heard(self, run: str, node: str) -> bool:
         known = self._runs.get(run)
-        return known is not None and self._clock() - known.heard.get(node, -math.inf) < SILENT_S
+        return known is not None and self._clock() - known.heard.at.get(node, -math.inf) < SILENT_S
 
     # How it is.
 
@@ -276,13 +278,13 @@ class CopiedRuns:
         """Return run -> node -> seconds since it was heard."""
         with self._lock:
             now = self._clock()
-            return {name: {node: now - at for node, at in run.heard.items()} for name, run in self._runs.items()}
+            return {name: {node: now - at for node, at in run.heard.at.items()} for name, run in self._runs.items()}
 
     def health(self) -> JoinHealth:
         """Return what is known of nodes, of what is held, and of what went wrong."""
         with self._lock:
             now = self._clock()
-            nodes = _by_node(one for run in self._runs.values() for one in run.node_health(now))
+            nodes = _by_node(one for run in self._runs.values() for one in run.heard.health(now))
             silent = sorted(one.node for one in nodes if one.silent_s >= SILENT_S)
             problems = []
             if silent:
@@ -295,7 +297,7 @@ class CopiedRuns:
                 f"run {printable(name)}: nodes that speak and do not hear the answers, and are waited for no more: "
                 f"{', '.join(map(printable, deaf[:MAX_NODES_SAID]))}; are they given our --key, and may their login hear?"
                 for name, run in self._runs.items()
-                if (deaf := run.deaf(now))
+                if (deaf := run.heard.deaf(now))
             ]
             problems += [
                 f"run {printable(name)}: {run.held_bytes >> 20} MiB wait for nodes that are behind, "
@@ -323,7 +325,7 @@ class CopiedRuns:
             self.tally.say(f"{node}/{name}", why)
             return None
         if name not in self._runs:
-            self._runs[name] = RunCopies(self.directory / name, self.tally)
+            self._runs[name] = RunCopies(self.directory / name, self.tally, has_lockstep=self._has_lockstep)
             self._runs[name].begin(self._clock())
         return self._runs[name]
 

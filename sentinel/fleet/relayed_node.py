@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.heard_nodes import SILENT_S
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import MAX_COMMANDS, AbsentNodes, Answer, Beat, DigestPiece, Published, SpoolChunk, SpoolHead
 from sentinel.fleet.spool_copy import MAX_INDEX
 from sentinel.fleet.subjects import partition_of, token
@@ -65,7 +65,10 @@ class RelayedNode:
         self._name = f"{worker} {secrets.token_hex(4)}"
         shutil.rmtree(self._directory, ignore_errors=True)
         make_directory(self._directory)
-        self.copies = CopiedRuns(self._directory, self._name, begin_s=0.0, clock=clock, on_problem=on_problem)
+        # Digests are of all ranks of the node: what is copied is read when all of it is here.
+        self.copies = CopiedRuns(
+            self._directory, self._name, begin_s=0.0, clock=clock, on_problem=on_problem, has_lockstep=False
+        )
         self._runs = NodeRuns(
             self._directory, node, digested_kinds=kinds, arrivals=self.copies.arrivals, clock=clock,
             on_problem=on_problem, is_signed=is_signed,

@@ -9,18 +9,18 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from sentinel.errors import WireError
 from sentinel.fleet.copied_news import CopiedNews
 from sentinel.fleet.copied_pulses import CopiedPulses
+from sentinel.fleet.heard_nodes import SILENT_S, UNHEARD_S, HeardNodes
 from sentinel.fleet.intake_tally import IntakeTally
+from sentinel.fleet.lockstep import Lockstep
 from sentinel.fleet.sealed import AbsentNodes, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.shipper_sessions import ShipperSessions
 from sentinel.fleet.spool_copy import SpoolCopy
 from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
 from sentinel.ingest.arrivals import Unheard
-from sentinel.join_health import NodeHealth
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
 from sentinel.wire.pulse import NAME as PULSE
@@ -28,21 +28,12 @@ from sentinel.wire.spool import parse_incarnation_folder
 from sentinel.wire.spool_files import list_files, list_kept
 from sentinel.wire.witness import NAME as WITNESS
 
-SILENT_S = 30.0
-"""A node that said nothing for so long is waited for no more."""
-UNHEARD_S = 5.0
-"""Of a node that said nothing for so long nothing is heard: its ranks may be dead with it. Twice what the slowest pause."""
 WAITING_S = 10.0
 """Where chunks have waited so long for a node, those whose chunks these are were heard, though nothing of them is read."""
-DEAF_S = 60.0
-"""A node that speaks, and for so long shows by nothing that it hears the answers, is waited for no more."""
-FORGOTTEN_S = 3600.0
-"""A node that said nothing for so long is spoken of no more: what its ranks are is said of the run."""
 WAITED_S = 5.0
 """Where a chunk has waited so long it is said for whom: two beats of nodes that speak every `MAX_PACE_S`, and a second."""
-ABSENT_S = 1.0
-"""So old may be what is said of nodes that are silent or waited for: thousands are not looked through for each answer."""
-MAX_NODES_SAID = 8
+LOOK_S = 5.0
+"""Seconds between two looks at whose process is gone: thousands are not looked through with each chunk."""
 ACKS_A_SECOND = 512
 """Of the files that say what is committed so many are looked at a second: thousands are not looked at with each beat. A node
 frees some seconds later what it need not keep."""
@@ -50,24 +41,31 @@ OWNER = "node"
 """File in the folder of a copy that names the node from which it comes."""
 
 
-class _Held(NamedTuple):
+class _Held:
     """A chunk that waits."""
 
-    begin: FilePlace
-    end: FilePlace
-    is_beats: bool
-    """It is heartbeats and nothing else."""
+    __slots__ = ("begin", "came", "chunk", "end", "has_end", "is_beats", "is_here", "is_out")
+
+    def __init__(self, chunk: SpoolChunk, came: float) -> None:
+        self.chunk, self.came = chunk, came
+        self.begin, self.end = FilePlace(chunk.file, chunk.offset), FilePlace(chunk.file, chunk.offset + chunk.num_bytes)
+        self.is_beats = not (chunk.size or chunk.away) and are_heartbeats(chunk.data)
+        """It is heartbeats and nothing else."""
+        self.is_here = self.has_end = False
+        """Whether all that is before it is here, and whether a step ends in it."""
+        self.is_out = False
+        """It waits no more."""
 
 
 class RunCopies:
     """Called under the lock of all runs. Moments are monotonic seconds."""
 
-    def __init__(self, run_dir: Path, tally: IntakeTally) -> None:
-        """run_dir: of the copies; what a former process left there is taken up by `recall`."""
+    def __init__(self, run_dir: Path, tally: IntakeTally, *, has_lockstep: bool = True) -> None:
+        """run_dir: of the copies; what a former process left there is taken up by `recall`. has_lockstep: ends of steps wait
+        for no node while all ranks are in step."""
         self.copies: dict[str, SpoolCopy] = {}
         """Folder of a spool -> its copy."""
-        self.heard: dict[str, float] = {}
-        """Node -> when its newest beat came."""
+        self.heard = HeardNodes()
         self.held_bytes = 0
         """Bytes of the chunks that wait."""
         self.dropped_at = -math.inf
@@ -83,13 +81,15 @@ class RunCopies:
         self._witnesses: dict[str, int] = {}
         """Folder of a spool -> bytes of what witnesses saw of it that are here."""
         self._owners: dict[str, str] = {}
-        self._seen_until: dict[str, float] = {}
-        """Node -> the moment of this clock as of which its heads are known."""
-        self._spoke: dict[str, tuple[float, int, float]] = {}
-        """Node -> (when its newest beat came, bytes that wait there, seconds for which they have)."""
-        self._held: deque[tuple[float, SpoolChunk]] = deque()
+        self._held: deque[_Held] = deque()
+        """In the order in which they came; some may be out by now, but for the first and the last."""
         self._held_of = defaultdict[str, list[_Held]](list)
         """Folder of a spool -> what of it waits, in the order in which it came."""
+        self._lockstep = Lockstep() if has_lockstep else None
+        self._ending = dict[str, None]()
+        """Folders of spools of which an end of a step waits that goes on where what is here ends."""
+        self._look_at = 0.0
+        """When to look next whose process is gone."""
         self._numbers: dict[str, tuple[str, int]] = {}
         """Node -> `number` of its newest beat."""
         self._sessions = ShipperSessions()
@@ -97,15 +97,13 @@ class RunCopies:
         """Folders of spools that hold more than their copies, or may: their nodes have not spoken yet."""
         self._spoken: set[str] = set()
         """Nodes that have said since the beginning what they hold."""
-        self._unheard: dict[str, float] = {}
-        """Node -> when the first answer was given since it last showed that it had heard one."""
-        self.newest_beat = -math.inf
-        """When any node spoke last."""
-        self._absent, self._absent_at = AbsentNodes(), -math.inf
 
     def begin(self, now: float) -> None:
         """Give the nodes of what is here as long to report as any that falls silent."""
-        self.heard, self.newest_beat = dict.fromkeys(self._owners.values(), now), now
+        self.heard.begin(self._owners.values(), now)
+        if self._lockstep is not None:
+            for folder in self._owners:
+                self._lockstep.begin(folder, now)
 
     def recall(self) -> bool:
         """Go on with the copies that an earlier process began; return whether there are any."""
@@ -162,6 +160,8 @@ class RunCopies:
             self._tally.note_disk(f"{path}: {error.strerror or error}")
             return self._tally.disk_problem
         self._owners[folder], self.copies[folder] = node, SpoolCopy(path)
+        if self._lockstep is not None:
+            self._lockstep.begin(folder, self.heard.newest_beat)
         self._compare_heads(folder)
         return ""
 
@@ -183,21 +183,10 @@ class RunCopies:
                 why = f"several shippers speak as node {node}, in turn: are there two machines with this name?"
                 why = f"run {self._name}: {why} give each its own --node; what they send is taken, of all of them"
                 self._tally.say(f"{self._name}/{node}/sessions", why)
-        self.heard[node] = self.newest_beat = now
+        self.heard.take(beat, join, now)
         if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)
             self._behind -= {one for one, owner in self._owners.items() if owner == node and one not in self._heads}
-        self._spoke[node] = (
-            now,
-            sum(one.waiting_bytes for one in beat.spools.values()),
-            max((one.waiting_s for one in beat.spools.values()), default=0.0),
-        )
-        if beat.echo[0] == join and beat.echo[1] / 1e9 > self._seen_until.get(node, 0.0):
-            self._seen_until[node] = beat.echo[1] / 1e9
-            self._unheard.pop(node, None)
-        self._unheard.setdefault(node, now)
-        if beat.is_leaving:
-            del self.heard[node], self._spoke[node], self._unheard[node]
         # One that ends waits for what is committed.
         look_s = 0.0 if beat.is_ending else len(self.copies) / ACKS_A_SECOND
         return {folder: self._compared(folder, head, node, now, look_s) for folder, head in beat.spools.items()}
@@ -224,42 +213,22 @@ class RunCopies:
             is_waiting=bool(self._held_of[folder]),
         )  # fmt: skip
 
-    def node_health(self, now: float) -> list[NodeHealth]:
-        """Return how each node is that spoke within the hour."""
-        return [
-            NodeHealth(node=node, silent_s=now - at, lag_bytes=lag_bytes, lag_s=lag_s)
-            for node, (at, lag_bytes, lag_s) in self._spoke.items()
-            if now - at < FORGOTTEN_S
-        ]
-
-    def absent(self, now: float, heard: Mapping[str, float]) -> AbsentNodes:
-        """Return which nodes are silent, and which are waited for, as it was at most `ABSENT_S` ago.
-
-        heard: node -> when it spoke last of any run: a node whose run was deleted there says nothing of that one."""
-        if now - self._absent_at >= ABSENT_S:
-            silent = sorted(
-                (now - heard.get(node, at), node)
-                for node, (at, _, _) in self._spoke.items()
-                if SILENT_S <= now - at < FORGOTTEN_S and now - heard.get(node, at) >= SILENT_S
-            )
-            waited_for = self.waits_for(now) if self.waits_s(now) >= WAITED_S else []
-            named = tuple((node, silent_s) for silent_s, node in silent[:MAX_NODES_SAID])
-            self._absent = AbsentNodes(named, len(silent), tuple(waited_for[:MAX_NODES_SAID]), len(waited_for))
-            self._absent_at = now
-        return self._absent
+    def absent(self, now: float, of_any: Mapping[str, float]) -> AbsentNodes:
+        """As `HeardNodes.absent`."""
+        return self.heard.absent(now, of_any, self.waits_for(now) if self.waits_s(now) >= WAITED_S else ())
 
     # What waits for whom.
 
     def on_the_way(self, now: float) -> frozenset[str]:
         """Return the folders of spools of which more is known to exist than is here, or more waits here for long."""
-        behind = {one for one in self._behind if now - self.heard.get(self._owners[one], -SILENT_S) < SILENT_S}
+        behind = {one for one in self._behind if now - self.heard.at.get(self._owners[one], -SILENT_S) < SILENT_S}
         if self.waits_s(now) >= WAITING_S:
             behind.update(folder for folder, waiting in self._held_of.items() if waiting)
         return frozenset(behind)
 
     def unheard(self, now: float) -> dict[str, Unheard]:
         """Return the folders of spools of whose nodes nothing was heard for `UNHEARD_S`."""
-        silent = {node: now - heard for node, heard in self.heard.items() if now - heard >= UNHEARD_S}
+        silent = {node: now - heard for node, heard in self.heard.at.items() if now - heard >= UNHEARD_S}
         if not silent:
             return {}
         return {folder: Unheard(node, silent[node]) for folder, node in self._owners.items() if node in silent}
@@ -287,10 +256,13 @@ class RunCopies:
 
     def hold(self, chunk: SpoolChunk, now: float) -> None:
         """Keep a chunk of a spool that was claimed, until `release`."""
-        begin, is_whole = FilePlace(chunk.file, chunk.offset), not (chunk.size or chunk.away)
-        end = FilePlace(chunk.file, chunk.offset + chunk.num_bytes)
-        self._held.append((now, chunk))
-        self._held_of[chunk.folder].append(_Held(begin, end, is_whole and are_heartbeats(chunk.data)))
+        held, copy = _Held(chunk, now), self.copies[chunk.folder]
+        if self._lockstep is not None:
+            held.is_here, held.has_end = self._lockstep.take(chunk, copy.place, now, is_beats=held.is_beats)
+            if held.has_end:
+                self._ending[chunk.folder] = None
+        self._held.append(held)
+        self._held_of[chunk.folder].append(held)
         self.held_bytes += len(chunk.data)
         if chunk.folder in self._behind:
             # What waits behind what waited makes nobody behind who was not.
@@ -298,48 +270,79 @@ class RunCopies:
 
     def waits_s(self, now: float) -> float:
         """Return for how long the oldest chunk has waited."""
-        return now - self._held[0][0] if self._held else 0.0
+        return now - self._held[0].came if self._held else 0.0
 
     def waits_for(self, now: float) -> list[str]:
         """Return the nodes that the oldest chunk waits for."""
-        return sorted(one for one in self._live(now) if self._held and self._seen_until.get(one, 0.0) < self._held[0][0])
+        return self.heard.not_seen(self._held[0].came, now) if self._held else []
 
     def release(self, now: float, may_act: Callable[[], bool]) -> int:
         """Write what no node may be behind of; return the bytes that are new. may_act: asked before each chunk."""
-        self._pulses.write_silent(self.heard, now)
-        until = min((self._seen_until.get(node, 0.0) for node in self._live(now)), default=now)
-        num_new = 0
-        while self._held and self._held[0][0] <= until and may_act():
-            _, chunk = self._held.popleft()
-            self._held_of[chunk.folder].pop(0)
-            self.held_bytes -= len(chunk.data)
-            wrote = self._write(chunk)
-            num_new += wrote
-            if not wrote or chunk.folder in self._behind:
-                # What is written was no reason to be behind, and what was is nearer.
-                self._compare_heads(chunk.folder)
+        self._pulses.write_silent(self.heard.at, now)
+        until, num_new = self.heard.seen_until(now) if self._held else now, 0
+        while self._held and self._held[0].came <= until and may_act():
+            held = self._held[0]
+            num_new += self._let_out(held)
+            if self._lockstep is not None and held.has_end:
+                self._lockstep.prove(held.chunk.folder)
+        if self._lockstep is None:
+            return num_new
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._lockstep.look(
+                lambda folder: self.heard.is_live(self._owners[folder], now), lambda folder: bool(self._held_of[folder]), now
+            )
+        for folder in self._lockstep.kept_by(self._ending) if self._ending else ():
+            num_new += self._let_out_ends(folder, may_act)
         return num_new
+
+    def _let_out_ends(self, folder: str, may_act: Callable[[], bool]) -> int:
+        """Write what of a spool is here up to the newest end of a step; return the bytes that are new."""
+        here = [one for one in self._held_of[folder] if one.is_here]
+        num_ending = max((at for at, one in enumerate(here, 1) if one.has_end), default=0)
+        num_new = 0
+        for one in here[:num_ending]:
+            if not may_act():
+                return num_new
+            num_new += self._let_out(one)
+        self._ending.pop(folder, None)
+        return num_new
+
+    def _let_out(self, held: _Held) -> int:
+        """Write a chunk that waited; return the bytes that are new."""
+        self._forget_held(held)
+        chunk = held.chunk
+        wrote = self._write(chunk)
+        if not wrote or chunk.folder in self._behind:
+            # What is written was no reason to be behind, and what was is nearer.
+            self._compare_heads(chunk.folder)
+        self._compare_place(chunk.folder)
+        return wrote
 
     def drop_newest(self, now: float) -> None:
         """Forget the chunk that came last: its node sends it again."""
-        _, chunk = self._held.pop()
-        self._held_of[chunk.folder].pop()
-        self.held_bytes -= len(chunk.data)
-        self._compare_heads(chunk.folder)
+        held = self._held[-1]
+        self._forget_held(held)
+        if self._lockstep is not None and held.is_here:
+            self._lockstep.forget(held.chunk.folder)
+        self._compare_heads(held.chunk.folder)
         self.dropped_at = now
         self._tally.counts["dropped"] += 1
 
-    def _live(self, now: float) -> list[str]:
-        unheard = self._unheard
-        return [
-            node for node, heard in self.heard.items() if now - heard < SILENT_S and now - unheard.get(node, now) < DEAF_S
-        ]
+    def _forget_held(self, held: _Held) -> None:
+        held.is_out = True
+        self._held_of[held.chunk.folder].remove(held)
+        self.held_bytes -= len(held.chunk.data)
+        while self._held and self._held[0].is_out:
+            self._held.popleft()
+        while self._held and self._held[-1].is_out:
+            self._held.pop()
 
-    def deaf(self, now: float) -> list[str]:
-        """Return the nodes that speak, and do not hear."""
-        return sorted(
-            node for node, since in self._unheard.items() if now - since >= DEAF_S and now - self.heard[node] < SILENT_S
-        )
+    def _compare_place(self, folder: str) -> None:
+        """See whether of what waited of a spool all was written: the disk may not have taken it."""
+        waiting, place = self._held_of[folder], self.copies[folder].place
+        if self._lockstep is not None and not waiting and not self._lockstep.is_here(folder, place):
+            self._lockstep.forget(folder)
 
     def _write(self, chunk: SpoolChunk) -> int:
         copy, counts = self.copies[chunk.folder], self._tally.counts

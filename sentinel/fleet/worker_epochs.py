@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.fleet.run_copies import SILENT_S
+from sentinel.fleet.heard_nodes import SILENT_S
 
 
 class WorkerEpochs:

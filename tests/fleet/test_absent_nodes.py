@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from sentinel.cli.main import run_cli
-from sentinel.fleet import overheard, run_copies, subjects
+from sentinel.fleet import heard_nodes, overheard, subjects
 from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.heard_nodes import ABSENT_S, FORGOTTEN_S, MAX_NODES_SAID, SILENT_S
 from sentinel.fleet.overheard import NodeStatus, overhear
-from sentinel.fleet.run_copies import ABSENT_S, FORGOTTEN_S, MAX_NODES_SAID, SILENT_S, WAITED_S
+from sentinel.fleet.run_copies import WAITED_S
 from sentinel.fleet.sealed import AbsentNodes, Answer, Beat, seal, unseal
 from sentinel.native import crc32
 
@@ -115,7 +116,7 @@ def test_of_many_a_few_are_named_and_nobody_is_looked_for_with_each_answer(
     assert fleet.absent() is said
     fleet.now += ABSENT_S / 2
     assert fleet.absent() is not said
-    monkeypatch.setattr(run_copies, "ABSENT_S", 0.0)
+    monkeypatch.setattr(heard_nodes, "ABSENT_S", 0.0)
     assert len(seal(msgspec.structs.replace(ANSWER, absent=fleet.absent()))) < 300
 
 
@@ -198,7 +199,7 @@ def test_status_says_that_a_node_is_stopped_and_ends_with_1(
     go_on(run, nodes)
     waiting = wait_for(lambda: (found := status())[0] == 1 and found[1])
     assert "run  what others sent waits for node1; see whether machine and shipper live" in waiting
-    monkeypatch.setattr("sentinel.fleet.run_copies.SILENT_S", 1.0)
+    monkeypatch.setattr("sentinel.fleet.heard_nodes.SILENT_S", 1.0)
     silent = wait_for(lambda: "silent" in (found := status())[1] and found)
     assert silent[0] == 1
     assert "run  node node1  silent: nothing was heard of it for" in silent[1] and "node node0" in silent[1]

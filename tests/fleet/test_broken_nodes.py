@@ -16,10 +16,10 @@ from sentinel.errors import WireError
 from sentinel.fleet import fetched_rows, run_copies, spool_copy
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.heard_nodes import DEAF_S, FORGOTTEN_S, SILENT_S
 from sentinel.fleet.join_intake import JoinIntake
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
 from sentinel.fleet.node_spool import RESEND_S
-from sentinel.fleet.run_copies import DEAF_S, FORGOTTEN_S, SILENT_S
 from sentinel.fleet.sealed import (
     MAX_EPOCH,
     Beat,

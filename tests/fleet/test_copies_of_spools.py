@@ -16,10 +16,10 @@ from sentinel.errors import ConfigError, WireError
 from sentinel.fleet import copied_news, copied_runs, run_copies, spool_cursor
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.heard_nodes import FORGOTTEN_S, SILENT_S
 from sentinel.fleet.intake_tally import REFUSED_S
 from sentinel.fleet.node_runs import BEAT_S, BUSY_S, HEARTBEATS_S, MAX_PACE_S, NodeRuns
 from sentinel.fleet.node_spool import RESEND_S
-from sentinel.fleet.run_copies import FORGOTTEN_S, SILENT_S
 from sentinel.fleet.sealed import (
     TOGETHER_BYTES,
     Answer,
@@ -553,7 +553,7 @@ def test_a_join_of_many_nodes_has_those_with_nothing_to_say_speak_less(
     beating = BeatingRun(tmp_path)
     node, fleet = beating.node, beating.fleet
     run = fleet.copies._runs["run"]
-    run.heard.update({f"other{number}": fleet.now for number in range(num_others)})
+    run.heard.at.update({f"other{number}": fleet.now for number in range(num_others)})
     fleet.talk()
     assert node.pause_s == pytest.approx(pace_s)
     fleet.now += pace_s

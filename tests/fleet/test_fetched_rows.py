@@ -16,11 +16,11 @@ from nats.errors import OutboundBufferLimitError
 from sentinel.errors import StoreError, WireError
 from sentinel.fleet import fetched_rows, node_run, sealed
 from sentinel.fleet.broker import BrokerConfig
+from sentinel.fleet.heard_nodes import SILENT_S
 from sentinel.fleet.node_digests import GONE_AFTER_S, RunDigests
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.node_spool import RESEND_S
 from sentinel.fleet.packed_digest import decode_digest
-from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
     DigestPiece,
     Published,

@@ -121,7 +121,7 @@ def test_a_node_that_is_stopped_for_a_while_changes_nothing(
     shippers = [Shipper(path, path.name, broker.url) for path in nodes]
     wait_for(lambda: join.turn() or join.copies.counts["bytes"] >= bytes_of(nodes))
     if not is_waited_for:
-        monkeypatch.setattr("sentinel.fleet.run_copies.SILENT_S", 0.0)
+        monkeypatch.setattr("sentinel.fleet.heard_nodes.SILENT_S", 0.0)
     resume = shippers[1].pause()
     chunks = join.copies.counts["chunks"]
     run.write(STEPS - 4)

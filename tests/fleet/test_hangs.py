@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.heard_nodes import SILENT_S, UNHEARD_S
 from sentinel.fleet.node_runs import HEARTBEATS_S, MAX_PACE_S, TOLD_S, NodeRuns
-from sentinel.fleet.run_copies import SILENT_S, UNHEARD_S, WAITING_S
+from sentinel.fleet.run_copies import WAITING_S
 from sentinel.fleet.sealed import Answer, Beat, SpoolChunk, seal, unseal
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.liveness import BACK_S, LivenessTracker
@@ -221,7 +222,7 @@ def test_of_ranks_that_do_nothing_but_beat_a_node_that_is_asked_to_says_little(t
     fleet.run.write(1)
     fleet.said.clear()
     fleet.hang(6)
-    assert [len(beat.spools) for beat in fleet.said].count(1) > 4
+    assert [len(beat.spools) for beat in fleet.said].count(1) >= 4
     assert not fleet.follower.behind
     # Another join hears of all, and waits until it has.
     fleet.run.write_rank(1, 4)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from sentinel.fleet.copied_runs import CopiedRuns
+from sentinel.fleet.heard_nodes import SILENT_S
 from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.relayed_node import MAX_AHEAD_BYTES, RelayedNode
 from sentinel.fleet.relayed_nodes import RelayedNodes
-from sentinel.fleet.run_copies import SILENT_S
 from sentinel.fleet.sealed import (
     VERSION,
     Answer,
@@ -141,10 +141,10 @@ def test_a_node_goes_on_nowhere_before_the_join_has_spoken_and_deletes_what_it_a
 
 def test_the_join_waits_for_a_node_that_the_worker_does_not_hear(chain: Chain) -> None:
     chain.turn(number=8)
-    seen = dict(chain.join._runs["run"]._seen_until)
+    seen = dict(chain.join._runs["run"].heard._seen_until)
     num_said = len(chain.said)
     chain.turn(hears_node=False, number=8)
-    assert chain.join._runs["run"]._seen_until == seen and len(chain.said) == num_said
+    assert chain.join._runs["run"].heard._seen_until == seen and len(chain.said) == num_said
 
     # What it said before it is worth no more though the worker has heard of the join since.
     looked, late = chain.now, [next(chain.ship.beats()), next(chain.ship.beats())]
@@ -153,7 +153,7 @@ def test_the_join_waits_for_a_node_that_the_worker_does_not_hear(chain: Chain) -
         chain.now += BEAT_S
         chain.worker.take_beat(beat, is_drained=True)
         chain.tell_join()
-    assert seen["n0"] <= chain.join._runs["run"]._seen_until["n0"] <= looked
+    assert seen["n0"] <= chain.join._runs["run"].heard._seen_until["n0"] <= looked
     assert not chain.join.arrivals("run").on_the_way
     chain.turn()
     assert chain.join.arrivals("run").on_the_way == {folder.name for folder in chain.folders()}
