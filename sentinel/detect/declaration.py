@@ -63,6 +63,9 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of peers: compare what a module puts out over what went in."""
     max_sites: int = 64
     """Of peers: sites of a stage that are compared, evenly over its depth."""
+    takes_all: bool = False
+    """Of peers: hand it all groups of a step at once, for its evidence says which member is meant; false: of thousands of
+    ranks it is handed some groups after others, while these are in a cache."""
     is_limit: bool = False
     """Its baseline is a limit that somebody set."""
     phrase: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,6 +35,19 @@ class Scores:
     def of(cls, score: np.ndarray, baseline: np.ndarray, **evidence: np.ndarray) -> Scores:
         """Return scores whose baseline and evidence are computed already."""
         return cls(score, lambda: (baseline, evidence))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """Return the scores of points that were judged in parts, which are explained alike."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def explained() -> Explanation:
+            each = [one._explanation() for one in parts]
+            evidence = {name: np.concatenate([one[name] for _, one in each]) for name in each[0][1]}
+            return np.concatenate([baseline for baseline, _ in each]), evidence
+
+        return cls(np.concatenate([one.score for one in parts]), explained)
 
     def _explanation(self) -> Explanation:
         if self._explained is None:

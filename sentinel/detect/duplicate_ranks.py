@@ -41,6 +41,7 @@ class DuplicateRanks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         summary="data-parallel ranks whose numbers are equal to the last bit: they read the same data",
         statistics=("rms",),
         over="peers",
+        takes_all=True,
         max_sites=8,
     )
     """Sites of a model that are looked at: one would do, if it depends on the data."""

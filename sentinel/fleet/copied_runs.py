@@ -20,6 +20,7 @@ import msgspec
 
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
+from sentinel.fleet.digest_book import ReadyRoom
 from sentinel.fleet.fetched_rows import FetchedRows
 from sentinel.fleet.heard_nodes import FORGOTTEN_S, MAX_NODES_SAID, SILENT_S
 from sentinel.fleet.intake_tally import IntakeTally
@@ -68,6 +69,7 @@ class CopiedRuns:
         self._epochs = WorkerEpochs(clock)
         self._runs: dict[str, RunCopies] = {}
         self._rows: dict[str, FetchedRows] = {}
+        self._room = ReadyRoom()
         self._heard: dict[str, float] = {}
         """Node -> when it spoke last, of whatever run."""
         self._begun, self._begin_s = clock(), begin_s
@@ -258,7 +260,7 @@ class CopiedRuns:
             found = self._rows[run] = FetchedRows(
                 self.directory / run, owner=functools.partial(self._owner, run),
                 is_heard=functools.partial(self._is_heard, run), is_refused=lambda: bool(self.tally.disk_problem),
-                wait=self._wait,
+                wait=self._wait, room=self._room,
             )  # fmt: skip
         return found
 

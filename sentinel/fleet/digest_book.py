@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 
+from sentinel.errors import WireError
 from sentinel.fleet.packed_digest import PackedDigest
 from sentinel.ingest.node_digest import NodeDigest
 
@@ -21,17 +23,55 @@ LEAST_STEPS = 8
 """Digests of so many steps are kept, whatever they take: of 2,000 nodes those of one step come to 150 MB."""
 MOST_OF_NODE = 64
 """Most digests of one step that one node has: of so many machines may it have ranks."""
+MAX_READY_BYTES, MAX_READY_NODE_BYTES = 512 * 2**20, 8 * 2**20
+"""Most bytes of digests of all runs, and of one node in one, that are unpacked as they come: what one node says must not
+fill the memory. Those of 2,000 nodes of 8 ranks take 300 MB, as they do while their step is judged."""
+
+
+class ReadyRoom:
+    """Room for what is unpacked before anybody asks for it, of the books of all runs. For any thread."""
+
+    def __init__(self, max_bytes: int = MAX_READY_BYTES) -> None:
+        self._left = max_bytes
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Take so much of it; False: there is not as much."""
+        with self._lock:
+            if num_bytes > self._left:
+                return False
+            self._left -= num_bytes
+            return True
+
+    def give(self, num_bytes: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self._left += num_bytes
+
+
+class _Entry:
+    """A digest that waits."""
+
+    __slots__ = ("packed", "ready", "ready_bytes")
+
+    def __init__(self, packed: PackedDigest) -> None:
+        self.packed = packed
+        self.ready: NodeDigest | None = None
+        """Unpacked, where there was room."""
+        self.ready_bytes = 0
 
 
 class DigestBook:
     """The digests of a run, by node and by the frames that they are made of. For any thread."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES, room: ReadyRoom | None = None) -> None:
         """max_bytes: most that are kept. Where there are more the steps before the one that was asked for last go first, for
-        they are judged; then the newest, which are judged last."""
-        self._of_step: dict[int, dict[str, dict[tuple[tuple[bytes, int, int], ...], PackedDigest]]] = {}
+        they are judged; then the newest, which are judged last. room: for those that are unpacked as they come; None: none
+        is."""
+        self._of_step: dict[int, dict[str, dict[tuple[tuple[bytes, int, int], ...], _Entry]]] = {}
         self._bytes_of_step: dict[int, int] = {}
-        self._bytes_of_node = Counter[str]()
+        self._bytes_of_node, self._ready_of_node = Counter[str](), Counter[str]()
+        self._room = room
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._asked_step = -1
@@ -45,10 +85,12 @@ class DigestBook:
             if former is None and len(of_node) >= MOST_OF_NODE:
                 former = of_node.pop(next(iter(of_node)))
             if former is not None:
-                self._count(node, found.step, -former.num_bytes)
+                self._count(node, found.step, -former.packed.num_bytes)
+                self._taken(node, former)
             if self._bytes_of_node[node] + found.num_bytes <= MAX_NODE_BYTES:
                 self._count(node, found.step, found.num_bytes)
-                of_node[found.of] = found
+                of_node[found.of] = entry = _Entry(found)
+                self._make_ready(node, entry)
             oldest = min(self._of_step)
             while oldest < self._asked_step - MAX_JUDGED or (
                 self._num_bytes > self._max_bytes and len(self._of_step) > LEAST_STEPS
@@ -62,8 +104,34 @@ class DigestBook:
             if step != self._asked_step:
                 self._asked_step = step
                 self._drop_judged()
-            found = self._of_step.get(step, {}).get(node, {}).get(of)
-        return None if found is None else found.unpack()
+            entry = self._of_step.get(step, {}).get(node, {}).get(of)
+            ready = None if entry is None else self._taken(node, entry)
+        return None if entry is None else ready or entry.packed.unpack()
+
+    def _make_ready(self, node: str, entry: _Entry) -> None:
+        """Unpack a digest as it comes: when all are here, their step is to be judged at once."""
+        packed, room = entry.packed, self._room
+        num_bytes = packed.num_bytes_unpacked
+        if (
+            room is None
+            or packed.step <= self._asked_step
+            or self._ready_of_node[node] + num_bytes > MAX_READY_NODE_BYTES
+            or not room.take(num_bytes)
+        ):
+            return
+        self._ready_of_node[node] += num_bytes
+        entry.ready_bytes = num_bytes
+        # What is no digest is said when it is asked for.
+        with contextlib.suppress(WireError):
+            entry.ready = packed.unpack()
+
+    def _taken(self, node: str, entry: _Entry) -> NodeDigest | None:
+        """Return what is unpacked of a digest, whose room is free from now on; None: nothing is."""
+        ready, num_bytes, entry.ready, entry.ready_bytes = entry.ready, entry.ready_bytes, None, 0
+        if num_bytes and self._room is not None:
+            self._room.give(num_bytes)
+            self._ready_of_node[node] -= num_bytes
+        return ready
 
     def _drop_judged(self) -> None:
         num_bytes = sum(size for step, size in self._bytes_of_step.items() if step < self._asked_step)
@@ -88,5 +156,7 @@ class DigestBook:
 
     def _drop(self, step: int) -> None:
         for node, of_node in self._of_step.pop(step).items():
-            self._bytes_of_node[node] -= sum(one.num_bytes for one in of_node.values())
+            self._bytes_of_node[node] -= sum(one.packed.num_bytes for one in of_node.values())
+            for one in of_node.values():
+                self._taken(node, one)
         self._num_bytes -= self._bytes_of_step.pop(step, 0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sentinel.errors import StoreError, WireError
-from sentinel.fleet.digest_book import DigestBook
+from sentinel.fleet.digest_book import DigestBook, ReadyRoom
 from sentinel.fleet.packed_digest import MAX_DIGEST_BYTES, decode_digest
 from sentinel.fleet.sealed import DigestPiece, RowsPiece
 from sentinel.ingest.node_digest import NodeDigest
@@ -60,11 +60,12 @@ class FetchedRows:
         is_heard: Callable[[str], bool],
         is_refused: Callable[[], bool] = lambda: False,
         wait: Callable[[float], None] = time.sleep,
+        room: ReadyRoom | None = None,
     ) -> None:
         """owner: folder of a spool -> the node that it comes from, empty: none. is_heard: whether a node speaks. is_refused:
         whether the disk takes nothing, so that what nodes send cannot be written.
 
-        wait: lets seconds pass in the thread that judges, which may do something else meanwhile.
+        wait: lets seconds pass in the thread that judges, which may do something else meanwhile. room: as of `DigestBook`.
         """
         self.num_steps = 0
         """Steps of which digests were handed out."""
@@ -76,7 +77,7 @@ class FetchedRows:
         """Why nothing is fetched any more; empty: it is."""
         self._spool_dir, self._owner, self._is_heard, self._wait = run_dir / "spool", owner, is_heard, wait
         self._is_refused = is_refused
-        self._book = DigestBook()
+        self._book = DigestBook(room=room)
         self._begun: dict[str, dict[tuple[object, ...], _Begun]] = {}
         self._wanted = defaultdict[str, dict[AwayFrame, bool]](dict)
         """Node -> frame that it is to send -> whether it is known to be gone."""

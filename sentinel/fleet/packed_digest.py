@@ -45,6 +45,15 @@ class PackedDigest(msgspec.Struct, frozen=True, array_like=True):
         """Bytes of memory that it takes, about."""
         return len(self.body) + OVERHEAD_BYTES + OVERHEAD_BYTES_RANK * len(self.of)
 
+    @property
+    def num_bytes_unpacked(self) -> int:
+        """Bytes of memory that it takes unpacked, about; more than any may have where that is not known."""
+        try:
+            num_bytes = zstandard.frame_content_size(self.body)
+        except zstandard.ZstdError:
+            num_bytes = -1
+        return (num_bytes if num_bytes >= 0 else MAX_DIGEST_BYTES) + OVERHEAD_BYTES + OVERHEAD_BYTES_RANK * len(self.of)
+
     def unpack(self) -> NodeDigest:
         """Return the digest. WireError: there is none in it, or another."""
         try:

@@ -68,9 +68,15 @@ class OwnRowIndex:
     def values(self, view: ClosedStep, statistic: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Return a statistic of what each entry measured in a step, and of how many rows that hold any element: [entries]
         each. NaN: there is no such row, or one holds what is not finite."""
-        values, num_rows = np.full(len(self.index), np.nan), np.zeros(len(self.index), np.int64)
         of = view.carrying(self._kinds)
         ranks = self._ranks_of(of.parts)
+        if statistic == "rms" and native.take_rms is not None and of.row_words is not None:
+            words = np.concatenate([of.row_words, ranks.words], axis=1)
+            words[:, -1] = ranks.begins
+            measured = native.take_rms(words.tobytes(), len(words), len(self.index))
+            if measured is not None:
+                return measured[0][self._order], measured[1][self._order]
+        values, num_rows = np.full(len(self.index), np.nan), np.zeros(len(self.index), np.int64)
         for at in range(0, len(of.parts), BLOCK_RANKS):
             block = slice(at, at + BLOCK_RANKS)
             nums, begins = ranks.nums[block], ranks.begins[block]

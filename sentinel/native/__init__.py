@@ -15,6 +15,7 @@
                                                   ingest/digest.py
     take_again(...), take_gradient(...) -> bool   the short way through a hook, see tensors.py: False without the library
     take_rows(parts, ...) -> statistics, entries  some of those rows, as they are; None likewise
+    take_rms(parts, ...) -> rms, rows              the root mean square of each of them; None likewise
     group_medians(values, group) -> medians       of small groups; None likewise, see detect/skew.py
     crc32(data, value, begin, end) -> int         as zlib's
 
@@ -59,6 +60,7 @@ if _library is not None:
     prepare_plan: Callable[[np.ndarray, np.ndarray], JudgePlan] | None = _library.prepare_plan
     prepare_digest: Callable[[np.ndarray, np.ndarray], DigestRows] | None = _library.prepare_digest
     take_rows: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = _library.take_rows
+    take_rms: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray] | None] | None = _library.take_rms
     group_medians: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = _library.group_medians
     crc32 = _library.crc32
 else:
@@ -77,6 +79,7 @@ else:
     prepare_plan = None
     prepare_digest = None
     take_rows = None
+    take_rms = None
     group_medians = None
     crc32 = _fallback.crc32
 
@@ -102,6 +105,7 @@ __all__ = [
     "prepare_plan",
     "take_again",
     "take_gradient",
+    "take_rms",
     "take_rows",
     "tensor_reader",
 ]

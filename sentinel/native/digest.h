@@ -30,6 +30,31 @@ EXPORT int64_t sentinel_take_rows(const StepPart *parts, int64_t num_parts, Stat
     return num;
 }
 
+/* Write the root mean square of the rows that a table gives an entry, and how many each entry has that hold any element,
+ * finite or not. Entries of a part begin at its `rank`; `values` and `counts` come as they are where there is no row. A row
+ * with a non-finite element, or without any finite one, has NaN. Returns 1, with both half written, where an entry has two
+ * rows: then their moments are to be merged. */
+EXPORT int64_t sentinel_take_rms(const StepPart *parts, int64_t num_parts, double *values, int64_t *counts)
+{
+    for (int64_t p = 0; p < num_parts; p++) {
+        const StepPart part = parts[p];
+        for (int64_t i = 0; i < part.num_rows; i++) {
+            const char *row = part.rows + i * part.stride;
+            uint32_t id;
+            memcpy(&id, row, sizeof id);
+            if (id >= part.table_size || part.to_logical[id] < 0) continue;
+            const int64_t entry = part.rank + part.to_logical[id];
+            Stats one;
+            memcpy(&one, row + offsetof(Row, stats), sizeof one);
+            const int64_t num_bad = (int64_t)((uint64_t)one.num_nan + (uint64_t)one.num_pos_inf + (uint64_t)one.num_neg_inf);
+            if (!(one.count | one.num_nan | one.num_pos_inf | one.num_neg_inf)) continue;
+            if (counts[entry]++) return 1;
+            values[entry] = num_bad > 0 || one.count <= 0 ? NAN : hypot(one.mean, sqrt(one.m2 / (double)one.count));
+        }
+    }
+    return 0;
+}
+
 /* A row counts for its logical tensor when its rank is the first, in the order of parts, to have that copy; never where
  * left_out[tensor]. out, written whole: stats [num_tensors], then present and bad [num_tensors] bytes. words: first the
  * number of odd copies, then 2 x (num_copies + 1) of scratch, then room for all rows, which gets the numbers of those that

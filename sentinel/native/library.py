@@ -25,7 +25,7 @@ GIL_TENSORS = 4096
 GIL_BYTES = 1_000_000
 """Bytes below which a checksum is computed without releasing the GIL, which takes some 100 us."""
 
-_INTERFACE = 5
+_INTERFACE = 6
 """Grows when arguments of a function change: a library built from other sources would read the wrong ones."""
 
 _WITH_CHECKSUM, _ACCUMULATE = 1, 2
@@ -92,6 +92,8 @@ class Library:
                 library.sentinel_digest_rows.restype = i64
                 library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, pointer]
                 library.sentinel_take_rows.restype = i64
+                library.sentinel_take_rms.argtypes = [pointer, i64, pointer, pointer]
+                library.sentinel_take_rms.restype = i64
                 library.sentinel_group_medians.argtypes = [pointer, pointer, i64, i64, *[pointer] * 5]
                 library.sentinel_group_medians.restype = None
             for function, address in ((gil_kept.sentinel_crc32, ctypes.c_char_p), (gil_released.sentinel_crc32, pointer)):
@@ -118,7 +120,7 @@ class Library:
         self._has_nonfinite = gil_kept.sentinel_has_nonfinite
         self._merge_rows = gil_released.sentinel_merge_rows
         self._digest, self._digest_with_gil = gil_released.sentinel_digest_rows, gil_kept.sentinel_digest_rows
-        self._take_rows = gil_kept.sentinel_take_rows
+        self._take_rows, self._take_rms = gil_kept.sentinel_take_rows, gil_kept.sentinel_take_rms
         self._group_medians = gil_kept.sentinel_group_medians
         self._crc32, self._crc32_of_bytes = gil_released.sentinel_crc32, gil_kept.sentinel_crc32
         self._judge_plan, self._judge_plan_with_gil = gil_released.sentinel_judge_plan, gil_kept.sentinel_judge_plan
@@ -361,6 +363,16 @@ class Library:
         stats, entries, counts = np.empty(num_rows, STATS), np.empty(num_rows, np.int32), np.empty(num_parts, np.int64)
         num = self._take_rows(parts, num_parts, stats.ctypes.data, entries.ctypes.data, counts.ctypes.data)
         return stats[:num], entries[:num], counts
+
+    def take_rms(self, parts: bytes, num_parts: int, num_entries: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the root mean square of each entry's row, [entries] float64, NaN: it has none, or it holds what is not
+        finite, and its rows that hold any element, [entries] int64; None where an entry has several.
+
+        parts: as of `take_rows`, with the number of the part's first entry in place of its rank. Keeps the GIL.
+        """
+        values, counts = np.full(num_entries, np.nan), np.zeros(num_entries, np.int64)
+        is_several = self._take_rms(parts, num_parts, values.ctypes.data, counts.ctypes.data)
+        return None if is_several else (values, counts)
 
     def group_medians(self, values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each member the median of its group (NaN left out; NaN: none is known), and how many are known.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.decision import Decision
+from sentinel.decision import Decision, Tick
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.heard_nodes import SILENT_S
 from sentinel.fleet.lockstep import QUIET_S, Lockstep
@@ -91,7 +91,7 @@ class SlowFleet:
         settled = self.assembler.newest_step
         self.assembler.take(self.follower.poll(), self.now)
         for one in self.assembler.close(self.now, self.follower.behind, settled_step=settled):
-            assert isinstance(one.decision, Decision)
+            assert not isinstance(one, Tick) and one.decision is not None
             self.decisions.append(one.decision)
 
     @property

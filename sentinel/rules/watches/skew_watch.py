@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ ALL_GRADIENTS = "all gradients"
 MAX_SITES = 64
 """Sites of one kind and stage that are compared, where the detector does not say: a bound on time. What one site does wrong
 shows in those behind it."""
+BLOCK_ENTRIES = 32_768
+"""Entries that are judged at a time, those of whole quantities. Too few: calls cost more than values; too many: what is
+computed of them is fetched from memory for each operation."""
 APART = ("pp", "tp", "cp")
 """Ranks that differ on these axes hold other parts of the model or of the sequence: their numbers never compare."""
 
@@ -103,6 +106,29 @@ class _Looked:
         return replace(self._known[1], value=values[is_reported])
 
 
+class _Places(NamedTuple):
+    """Where the entries of a step stand."""
+
+    layout: Layout
+    reported: _RankValues
+    slots: np.ndarray
+    """[entries] of the state."""
+    group: np.ndarray
+    """[entries] the number of its group."""
+    blocks: list[slice]
+    """Entries of whole groups each."""
+
+    def are_of(self, layout: Layout, reported: _RankValues) -> bool:
+        """Return whether the entries of a step stand there too."""
+        known = self.reported
+        return (
+            self.layout is layout
+            and (known.quantity is reported.quantity or known.quantity == reported.quantity)
+            and (known.number is reported.number or np.array_equal(known.number, reported.number))
+            and (known.rank is reported.rank or np.array_equal(known.rank, reported.rank))
+        )
+
+
 class SkewWatch(RankEpisodes):
     """Logged values by rank, and statistics of each rank's own rows. One episode a rank and quantity.
 
@@ -118,8 +144,8 @@ class SkewWatch(RankEpisodes):
         self._slot_of: dict[tuple[str, str, int, int], int] = {}
         """(kind, name, rank, size of the world): when the world changes, ranks do other work."""
         self._layouts: list[_Looked] = []
-        self._known: tuple[Layout, _RankValues, np.ndarray, np.ndarray] | None = None
-        """The values of the last step, and where its entries stand: slots and groups."""
+        self._known: _Places | None = None
+        """Where the entries of the last step stand."""
 
     @property
     def row_kinds(self) -> frozenset[str]:
@@ -144,14 +170,15 @@ class SkewWatch(RankEpisodes):
         reported = self._reported(view) if len(view.parts) > 1 else None
         if reported is None or not len(reported.value):
             return self.quiet(view) if len(self.episodes) else []
-        slots, group = self._places_of(view, reported)
-        state = self._gather(slots)
+        places = self._places_of(view, reported)
+        slots, group = places.slots, places.group
         is_own = np.array([kind != "scalar" for kind, _, _ in reported.quantity])[reported.number]
-        points = StepPoints(value=reported.value, is_own=is_own)
-        scores = self.detector.score(points, group, state)
-        anomalous = scores.score >= 1.0
-        self.detector.learn(points, group, state, anomalous)
-        self._scatter(state, slots)
+        scores = Scores.joined(
+            [
+                self._learned(reported.value[one], is_own[one], group[one] - group[one].min(), slots[one])
+                for one in places.blocks
+            ]
+        )
         self.num_points += len(reported.value)
         at = self._anomalous(scores)
         if self.rule.match.rank:
@@ -159,26 +186,28 @@ class SkewWatch(RankEpisodes):
         found = self._emit(view, reported, group, scores, slots, at) if at.size else []
         return found + (self.quiet(view) if len(self.episodes) else [])
 
-    def _places_of(self, view: StepView, reported: _RankValues) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slot and the number of the group of each entry; the same from step to step as a rule."""
+    def _learned(self, value: np.ndarray, is_own: np.ndarray, group: np.ndarray, slots: np.ndarray) -> Scores:
+        """Return the scores of the entries of some groups, and learn them."""
+        state, points = self._gather(slots), StepPoints(value=value, is_own=is_own)
+        scores: Scores = self.detector.score(points, group, state)
+        self.detector.learn(points, group, state, scores.score >= 1.0)
+        self._scatter(state, slots)
+        return scores
+
+    def _places_of(self, view: StepView, reported: _RankValues) -> _Places:
+        """Return where each entry stands; the same from step to step as a rule."""
         known = self._known
-        if (
-            known is not None
-            and known[0] is view.layout
-            and (known[1].quantity is reported.quantity or known[1].quantity == reported.quantity)
-            and (known[1].number is reported.number or np.array_equal(known[1].number, reported.number))
-            and (known[1].rank is reported.rank or np.array_equal(known[1].rank, reported.rank))
-        ):
-            return known[2], known[3]
+        if known is not None and known.are_of(view.layout, reported):
+            return known
         keys = [
             (*reported.quantity[number][:2], rank, view.places[rank].world_size)
             for number, rank in zip(reported.number.tolist(), reported.rank.tolist(), strict=True)
         ]
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))
-        group = self._groups(view, reported)
-        self._known = (view.layout, reported, slots, group)
-        return slots, group
+        blocks = [slice(0, len(slots))] if self.declared.takes_all else _blocks(reported.number)
+        self._known = _Places(view.layout, reported, slots, self._groups(view, reported), blocks)
+        return self._known
 
     # -- what was reported -----------------------------------------------------------------------------------------------
 
@@ -356,3 +385,13 @@ def _inputs(layout: Layout) -> dict[int, int]:
 
 def _coordinate(place: Place, axis: str) -> int:
     return place.coordinate(axis) if place.size(axis) > 1 else 0
+
+
+def _blocks(number: np.ndarray) -> list[slice]:
+    """Return the entries in blocks, in their order. number: [entries] of their quantities, rising."""
+    ends, begin, found = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(number)], 0, list[slice]()
+    for end in ends:
+        if end - begin >= BLOCK_ENTRIES or end == len(number):
+            found.append(slice(begin, end))
+            begin = end
+    return found
