@@ -7,19 +7,22 @@ Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor 
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
 join checks, copies, merges, judges and commits. Each in a process of its own: processor time and memory are its own.
 
-A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second and sets its pulse, nodes speak as
-they do, and the join looks at what came four times a second. With `--paced-as` nodes that have nothing but heartbeats speak
-as often as a join of so many nodes asks them to: what it says of each node then holds for a fleet of that size. What is not
-in it is the client of the broker, of which a node sends one or two messages a second and hears as many.
+A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second and sets its pulse, and nodes speak
+as they do. All nodes say at one moment that the step has ended; the join takes it in as fast as it can, and looks at what came
+each time that took it a tenth of a second (`TURN_S`), and whenever the clock goes on. With `--paced-as` nodes that have
+nothing but heartbeats speak as often as a join of so many nodes asks them to: what it says of each node then holds for a
+fleet of that size. What is not in it is the client of the broker, of which a node sends one or two messages a second and
+hears as many.
 
 The bytes of each step are freed once they are shipped, and so many nodes as fit work at a time (`GROUP_NODES`), so that
 16,384 ranks fit into a machine; the join then takes in what all said in the order of its time.
 
 The first steps of a run are dearer, for descriptors travel and layouts are built of them, and are printed apart (`warm s`).
 `MiB`: the join's largest size. `B/row`: what of its size at the end, once it has given back what is free, came with the
-run, for a row of a rank, digests of the steps in it. `longest`: from when a look begins that finds all of a step until what
-was found in it is committed, and told. The last line says what a step costs the join for each node, and at how many nodes a
-core is full where a step is made every `--step-s` seconds.
+run, for a row of a rank, digests of the steps in it. `longest`: of processor time, from when the last frame of a step, or
+digest, begins to be taken in, until what was found in the step is committed, and told; each is printed below. `told`: the
+same from the first digest on: where all nodes speak at one moment, what came last has waited for so long. The last line says
+what a step costs the join for each node, and at how many nodes a core is full where a step is made every `--step-s` seconds.
 """
 
 from __future__ import annotations
@@ -365,7 +368,7 @@ def measured(
         f"{found['run_bytes'] / rows:8.0f}{found['num_digested']:6.0f}{found['num_fetched']:6.0f}",
         flush=True,
     )
-    if has_nan:
+    if found["verdicts"]:
         print("       steps in turn, ms: " + ", ".join(f"{1e3 * one:.0f}" for one in found["verdicts"]), flush=True)
     return cost_s, found
 

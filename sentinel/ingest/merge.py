@@ -62,14 +62,17 @@ class ClosedStep:
         self.num_rows = 0
         """Rows judged."""
         for part in self.parts:
-            self.time = max(self.time, part.time)
             self.num_rows += part.num_rows
-            self.health += [(part.rank, one) for one in part.health]
+            if part.time > self.time:
+                self.time = part.time
+            if part.health:
+                self.health += [(part.rank, one) for one in part.health]
             end = part.end_step
             if end is not None:
                 self.is_skipped |= end.is_skipped
                 self.num_expected += end.num_rows
-                self.step_time_s = max(self.step_time_s, end.step_time_s)
+                if end.step_time_s > self.step_time_s:
+                    self.step_time_s = end.step_time_s
 
     @cached_property
     def rows(self) -> npt.NDArray[np.void]:

@@ -8,6 +8,7 @@ comes to the same bits as who has the rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Annotated, NamedTuple
 
@@ -261,4 +262,14 @@ def _bits(data: bytes, num: int) -> npt.NDArray[np.bool_] | None:
     """Return so many bits; None: there are not as many."""
     if len(data) != (num + 7) // 8:
         return None
-    return np.unpackbits(np.frombuffer(data, np.uint8), count=num).astype(np.bool_)
+    if not data.strip(b"\0"):
+        return _none(num)
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=num).view(np.bool_)
+
+
+@functools.lru_cache(maxsize=64)
+def _none(num: int) -> npt.NDArray[np.bool_]:
+    """Return that none of so many is, read only."""
+    found = np.zeros(num, np.bool_)
+    found.flags.writeable = False
+    return found

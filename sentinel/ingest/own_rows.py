@@ -58,6 +58,9 @@ class OwnRowIndex:
         rank_of = np.repeat(np.array(ranks, np.int64), nums)
         self._order = np.argsort(quantity, kind="stable")
         """[entries] the place of each among the entries rank by rank."""
+        self._to_order = np.empty_like(self._order)
+        self._to_order[self._order] = np.arange(len(self._order))
+        """The other way round."""
         self.index = quantity[self._order]
         """[entries] the quantity: index of the tensor, or IN_ALL; rising."""
         self.rank = rank_of[self._order]
@@ -73,9 +76,9 @@ class OwnRowIndex:
         if statistic == "rms" and native.take_rms is not None and of.row_words is not None:
             words = np.concatenate([of.row_words, ranks.words], axis=1)
             words[:, -1] = ranks.begins
-            measured = native.take_rms(words.tobytes(), len(words), len(self.index))
+            measured = native.take_rms(words.tobytes(), len(words), self._to_order)
             if measured is not None:
-                return measured[0][self._order], measured[1][self._order]
+                return measured
         values, num_rows = np.full(len(self.index), np.nan), np.zeros(len(self.index), np.int64)
         for at in range(0, len(of.parts), BLOCK_RANKS):
             block = slice(at, at + BLOCK_RANKS)

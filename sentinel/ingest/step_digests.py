@@ -30,10 +30,11 @@ class StepDigests:
         has_rows, none = np.zeros(layout.num_copies, np.bool_), np.empty(0, np.int64)
         for share, one in zip(shares, said, strict=True):
             is_here[share.tensor_of[one.sums.present]] = True
-            is_bad[share.tensor_of[one.sums.is_bad]] = True
-            is_odd[share.tensor_of[one.is_odd]] = True
-            is_lone[share.tensor_of[one.is_lone]] = True
             has_rows[share.copy_of[one.sums.has_rows]] = True
+            for which, own in ((is_bad, one.sums.is_bad), (is_odd, one.is_odd), (is_lone, one.is_lone)):
+                # Of thousands of machines hardly any has one.
+                if own.any():
+                    which[share.tensor_of[own]] = True
         is_odd[merge.unequal([one.marks for one in said])] = True
         is_odd[merge.unsplit] = True
         stats = merge.merge([one.stats for one in sums])

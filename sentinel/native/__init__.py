@@ -60,7 +60,7 @@ if _library is not None:
     prepare_plan: Callable[[np.ndarray, np.ndarray], JudgePlan] | None = _library.prepare_plan
     prepare_digest: Callable[[np.ndarray, np.ndarray], DigestRows] | None = _library.prepare_digest
     take_rows: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = _library.take_rows
-    take_rms: Callable[[bytes, int, int], tuple[np.ndarray, np.ndarray] | None] | None = _library.take_rms
+    take_rms: Callable[[bytes, int, np.ndarray], tuple[np.ndarray, np.ndarray] | None] | None = _library.take_rms
     group_medians: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = _library.group_medians
     crc32 = _library.crc32
 else:

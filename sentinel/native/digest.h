@@ -31,10 +31,11 @@ EXPORT int64_t sentinel_take_rows(const StepPart *parts, int64_t num_parts, Stat
 }
 
 /* Write the root mean square of the rows that a table gives an entry, and how many each entry has that hold any element,
- * finite or not. Entries of a part begin at its `rank`; `values` and `counts` come as they are where there is no row. A row
- * with a non-finite element, or without any finite one, has NaN. Returns 1, with both half written, where an entry has two
- * rows: then their moments are to be merged. */
-EXPORT int64_t sentinel_take_rms(const StepPart *parts, int64_t num_parts, double *values, int64_t *counts)
+ * finite or not: at place[entry], where the entries of a part begin at its `rank`. `values` and `counts` come as they are
+ * where there is no row. A row with a non-finite element, or without any finite one, has NaN. Returns 1, with both half
+ * written, where an entry has two rows: then their moments are to be merged. */
+EXPORT int64_t sentinel_take_rms(const StepPart *parts, int64_t num_parts, const int64_t *place, double *values,
+                                 int64_t *counts)
 {
     for (int64_t p = 0; p < num_parts; p++) {
         const StepPart part = parts[p];
@@ -43,7 +44,7 @@ EXPORT int64_t sentinel_take_rms(const StepPart *parts, int64_t num_parts, doubl
             uint32_t id;
             memcpy(&id, row, sizeof id);
             if (id >= part.table_size || part.to_logical[id] < 0) continue;
-            const int64_t entry = part.rank + part.to_logical[id];
+            const int64_t entry = place[part.rank + part.to_logical[id]];
             Stats one;
             memcpy(&one, row + offsetof(Row, stats), sizeof one);
             const int64_t num_bad = (int64_t)((uint64_t)one.num_nan + (uint64_t)one.num_pos_inf + (uint64_t)one.num_neg_inf);

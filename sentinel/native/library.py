@@ -92,7 +92,7 @@ class Library:
                 library.sentinel_digest_rows.restype = i64
                 library.sentinel_take_rows.argtypes = [pointer, i64, pointer, pointer, pointer]
                 library.sentinel_take_rows.restype = i64
-                library.sentinel_take_rms.argtypes = [pointer, i64, pointer, pointer]
+                library.sentinel_take_rms.argtypes = [pointer, i64, pointer, pointer, pointer]
                 library.sentinel_take_rms.restype = i64
                 library.sentinel_group_medians.argtypes = [pointer, pointer, i64, i64, *[pointer] * 5]
                 library.sentinel_group_medians.restype = None
@@ -364,14 +364,15 @@ class Library:
         num = self._take_rows(parts, num_parts, stats.ctypes.data, entries.ctypes.data, counts.ctypes.data)
         return stats[:num], entries[:num], counts
 
-    def take_rms(self, parts: bytes, num_parts: int, num_entries: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def take_rms(self, parts: bytes, num_parts: int, place: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the root mean square of each entry's row, [entries] float64, NaN: it has none, or it holds what is not
         finite, and its rows that hold any element, [entries] int64; None where an entry has several.
 
-        parts: as of `take_rows`, with the number of the part's first entry in place of its rank. Keeps the GIL.
+        parts: as of `take_rows`, with the number of the part's first entry in place of its rank. place: [entries] int64,
+        where each is in what is returned. Keeps the GIL.
         """
-        values, counts = np.full(num_entries, np.nan), np.zeros(num_entries, np.int64)
-        is_several = self._take_rms(parts, num_parts, values.ctypes.data, counts.ctypes.data)
+        values, counts = np.full(len(place), np.nan), np.zeros(len(place), np.int64)
+        is_several = self._take_rms(parts, num_parts, place.ctypes.data, values.ctypes.data, counts.ctypes.data)
         return None if is_several else (values, counts)
 
     def group_medians(self, values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

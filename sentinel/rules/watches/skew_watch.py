@@ -117,6 +117,8 @@ class _Places(NamedTuple):
     """[entries] the number of its group."""
     blocks: list[slice]
     """Entries of whole groups each."""
+    slots_of_blocks: list[np.ndarray | slice]
+    """`slots` of each."""
 
     def are_of(self, layout: Layout, reported: _RankValues) -> bool:
         """Return whether the entries of a step stand there too."""
@@ -175,8 +177,8 @@ class SkewWatch(RankEpisodes):
         is_own = np.array([kind != "scalar" for kind, _, _ in reported.quantity])[reported.number]
         scores = Scores.joined(
             [
-                self._learned(reported.value[one], is_own[one], group[one] - group[one].min(), slots[one])
-                for one in places.blocks
+                self._learned(reported.value[one], is_own[one], group[one] - group[one].min(), own)
+                for one, own in zip(places.blocks, places.slots_of_blocks, strict=True)
             ]
         )
         self.num_points += len(reported.value)
@@ -186,7 +188,7 @@ class SkewWatch(RankEpisodes):
         found = self._emit(view, reported, group, scores, slots, at) if at.size else []
         return found + (self.quiet(view) if len(self.episodes) else [])
 
-    def _learned(self, value: np.ndarray, is_own: np.ndarray, group: np.ndarray, slots: np.ndarray) -> Scores:
+    def _learned(self, value: np.ndarray, is_own: np.ndarray, group: np.ndarray, slots: np.ndarray | slice) -> Scores:
         """Return the scores of the entries of some groups, and learn them."""
         state, points = self._gather(slots), StepPoints(value=value, is_own=is_own)
         scores: Scores = self.detector.score(points, group, state)
@@ -206,7 +208,9 @@ class SkewWatch(RankEpisodes):
         slots = np.array([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys], dtype=np.int64)
         self._grow(len(self._slot_of))
         blocks = [slice(0, len(slots))] if self.declared.takes_all else _blocks(reported.number)
-        self._known = _Places(view.layout, reported, slots, self._groups(view, reported), blocks)
+        self._known = _Places(
+            view.layout, reported, slots, self._groups(view, reported), blocks, [_as_slice(slots[one]) for one in blocks]
+        )
         return self._known
 
     # -- what was reported -----------------------------------------------------------------------------------------------
@@ -395,3 +399,9 @@ def _blocks(number: np.ndarray) -> list[slice]:
             found.append(slice(begin, end))
             begin = end
     return found
+
+
+def _as_slice(slots: np.ndarray) -> np.ndarray | slice:
+    """Return slots as a slice where they follow each other, as they do but for ranks that joined later."""
+    first = int(slots[0])
+    return slice(first, first + len(slots)) if np.array_equal(slots, np.arange(first, first + len(slots))) else slots

@@ -137,13 +137,16 @@ class Watch:
             self.state = grow(self.scorer, self.state, num_series)
             self.num_series = num_series
 
-    def _gather(self, slots: np.ndarray | None) -> State:
+    def _gather(self, slots: np.ndarray | slice | None) -> State:
         return self.state if slots is None else {name: array[slots] for name, array in self.state.items()}
 
-    def _scatter(self, part: State, slots: np.ndarray | None) -> None:
+    def _scatter(self, part: State, slots: np.ndarray | slice | None) -> None:
         if slots is not None:
             for name, array in part.items():
-                self.state[name][slots] = array
+                whole = self.state[name]
+                # Of a slice what was changed in place is there.
+                if array.base is None or array.base is not (whole if whole.base is None else whole.base):
+                    whole[slots] = array
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
