@@ -8,8 +8,8 @@ replicas), the clock, and the broker, whose messages are kept in a file. Real: w
 join checks, copies, merges, judges and commits. Each in a process of its own: processor time and memory are its own.
 
 A step is made every `--step-s` seconds; behind it each rank writes a heartbeat a second and sets its pulse, and nodes speak
-as they do. All nodes say at one moment that the step has ended; the join takes it in as fast as it can, and looks at what came
-each time that took it a tenth of a second (`TURN_S`), and whenever the clock goes on. With `--paced-as` nodes that have
+as they do. All nodes say at one moment that the step has ended; the join takes it in as fast as it can, and looks at what
+came each time that took it a tenth of a second (`TURN_S`), and whenever the clock goes on. With `--paced-as` nodes that have
 nothing but heartbeats speak as often as a join of so many nodes asks them to: what it says of each node then holds for a
 fleet of that size. What is not in it is the client of the broker, of which a node sends one or two messages a second and
 hears as many.

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+import zstandard
 
+from sentinel.errors import WireError
 from sentinel.fleet import digest_book
-from sentinel.fleet.digest_book import LEAST_STEPS, MAX_JUDGED, MOST_OF_NODE, DigestBook
+from sentinel.fleet.digest_book import (
+    LEAST_STEPS,
+    MAX_JUDGED,
+    MAX_READY_BYTES,
+    MOST_OF_NODE,
+    DigestBook,
+    ReadyRoom,
+)
 from sentinel.fleet.packed_digest import PackedDigest, decode_digest, encode_digest
 from sentinel.ingest.node_digest import VERSION, DigestedRank, NodeDigest
 from sentinel.record import STATS_DTYPE
@@ -98,3 +108,59 @@ def test_what_was_judged_long_ago_is_dropped_until_a_restart_goes_back() -> None
     book.find("a", 2, ())
     book.add("a", a_digest(3))
     assert book.find("a", 3, a_digest(3).of) is not None
+
+
+def test_digests_are_unpacked_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = ReadyRoom(20 * 2**10)
+    book = DigestBook(room=room)
+    digests = {(step, node): a_digest(step, 20) for step in (4, 5) for node in "abc"}
+    expected = {key: one.unpack() for key, one in digests.items()}
+    for (_, node), one in digests.items():
+        book.add(node, one)
+    unpacked = list[PackedDigest]()
+    unpack = PackedDigest.unpack
+
+    def noted(one: PackedDigest) -> NodeDigest:
+        unpacked.append(one)
+        return unpack(one)
+
+    monkeypatch.setattr(PackedDigest, "unpack", noted)
+    found = {(step, node): book.find(node, step, digests[step, node].of) for step, node in digests}
+    num_ready = len(digests) - len(unpacked)
+    assert found == expected
+    assert num_ready == 20 * 2**10 // digests[4, "a"].num_bytes_unpacked > 3, "as many as there is room for"
+    assert room._left == 20 * 2**10 and not any(book._ready_of_node.values())
+    assert book.find("a", 4, digests[4, "a"].of) == expected[4, "a"], "one that is asked for again is unpacked again"
+    unpacked.clear()
+    book.add("a", a_digest(4))
+    assert not unpacked, "its step was judged"
+
+
+def test_one_node_takes_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = a_digest(0, 1000).num_bytes_unpacked
+    monkeypatch.setattr(digest_book, "MAX_READY_NODE_BYTES", 3 * size)
+    room = ReadyRoom(8 * size)
+    book, other = DigestBook(room=room), DigestBook(room=room)
+    for step in range(100):
+        book.add("liar", a_digest(step, 1000))
+    assert room._left == 5 * size
+    other.add("a", a_digest(1, 1000))
+    assert room._left == 4 * size, "of another run"
+    for seq in range(2 * MOST_OF_NODE):
+        book.add("liar", a_digest(0, 1000, seq=seq))
+    book.clear()
+    other.clear()
+    assert room._left == 8 * size
+
+
+def test_what_is_no_digest_is_said_when_its_step_is_judged() -> None:
+    room = ReadyRoom()
+    book, whole = DigestBook(room=room), a_digest(3)
+    for body in (b"", b"no zstd", whole.body[:-4], zstandard.ZstdCompressor().compress(b"\xc1")):
+        broken = msgspec.structs.replace(whole, body=body)
+        book.add("liar", broken)
+        with pytest.raises(WireError):
+            book.find("liar", 3, broken.of)
+        assert room._left == MAX_READY_BYTES
+        book.clear()
+        book._asked_step = -1

@@ -13,6 +13,7 @@ from sentinel.place import Place
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
 from sentinel.rules.language.schema import Match, Pack, Rule
+from sentinel.rules.watches import skew_watch
 
 NUM_RANKS = 4
 
@@ -87,6 +88,22 @@ def test_activations_are_compared_site_by_site(paper_run, rng):
 
     assert (onset.rank, onset.tag_name, onset.kind) == (3, "a", "activation") and onset.score >= 1.0
     assert engine.num_points_judged["skew"] == 40 * NUM_RANKS, "b is not asked for"
+
+
+def test_what_is_judged_in_blocks_is_judged_as_one(paper_run, monkeypatch):
+    run = paper_run([(name, "activation") for name in "abcdef"], num_ranks=NUM_RANKS)
+
+    def judged():
+        engine, rng = engine_of("activation", "scalar", statistic=("rms",)), np.random.default_rng(3)
+        found = judge(engine, run, range(30), rng) + judge(engine, run, range(30, 40), rng, scale=[1, 1, 1, 0.1])
+        other = judge(engine, run, range(40, 50), rng, factor=[1, 9, 1, 1])
+        return found + other, engine.snapshot()
+
+    expected = judged()
+    assert {one.tag_name for one in expected[0]} == {*"abcdef", "loss"} and {one.rank for one in expected[0]} == {1, 3}
+    for most in (1, NUM_RANKS + 1, 3 * NUM_RANKS):
+        monkeypatch.setattr(skew_watch, "BLOCK_ENTRIES", most)
+        assert judged() == expected
 
 
 def test_ranks_of_other_stages_and_other_parts_of_a_sequence_are_no_peers(paper_run, rng):
