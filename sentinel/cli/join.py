@@ -106,7 +106,7 @@ def join(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
         config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
         drain_s=drain_s, arrivals=copies.arrivals, rows_from=copies.rows_of, standby_of=lambda: intake.standby_of,
-        join_health=intake.health, epoch=lambda: intake.epoch, turns=turns,
+        join_health=intake.health, epoch=lambda: intake.epoch, turns=turns, on_fenced=lease.take_fence,
     )  # fmt: skip
     try:
         daemon = Daemon(options, os.environ, sys.stderr)

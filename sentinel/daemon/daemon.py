@@ -91,6 +91,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Returns how the join is whose daemon this is, for any thread; None: it is no join's."""
     epoch: Callable[[], int] = lambda: 0
     """Returns the epoch of the lease under which runs are served; 0: under none."""
+    on_fenced: Callable[[], None] = lambda: None
+    """Told that the journal of a run is another's by a higher epoch than ours."""
     turns: RunTurns = PlainTurns()
     """How runs take turns."""
     is_dry_run: bool = False
@@ -127,7 +129,7 @@ class Daemon:
         self._meters = DaemonMeters(lambda: time.perf_counter() - options.turns.left_s)
         self._runs = ServedRuns(
             options.directory, options.state_dir, options.turns, is_owned=options.is_owned, joined=self._take_in,
-            left=self._let_go,
+            left=self._let_go, fenced=options.on_fenced,
             serve=lambda paths: ServedRun(
                 paths, self._config.config, self._packs, self._meters, environ, lambda: options.arrivals(paths.name),
                 options.rows_from(paths.name), options.epoch(), self._advanced, options.turns,

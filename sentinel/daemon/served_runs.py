@@ -14,6 +14,7 @@ from sentinel.errors import SentinelError
 from sentinel.incident import Incident
 from sentinel.printable import printable
 from sentinel.private_files import refuse_foreign, tighten
+from sentinel.store.lease_fence import FencedOff
 from sentinel.store.lock import LockHeld
 from sentinel.store.run_paths import RunPaths, further_runs, is_run, refuse_planted, refuse_unprintable, runs_in
 from sentinel.store.run_values import RunValues
@@ -40,9 +41,11 @@ class ServedRuns:
         serve: Callable[[RunPaths], ServedRun],
         joined: Callable[[ServedRun], None],
         left: Callable[[ServedRun], None],
+        fenced: Callable[[], None] = lambda: None,
     ) -> None:
         """state_dir: for what is judged, where that is not each run's own. is_owned: the daemon of a command, which serves
-        all that the command attached and stands by for nobody. serve: opens a run. joined, left: told of each run.
+        all that the command attached and stands by for nobody. serve: opens a run. joined, left: told of each run. fenced:
+        told that the journal of a run is not to be written under our epoch.
         """
         self.problems: dict[str, str] = {}
         """Run -> why it is not served."""
@@ -50,7 +53,7 @@ class ServedRuns:
         """Run -> the process that serves it, which this daemon stands by for."""
         self.is_single = is_run(directory)
         self._directory, self._state_dir, self._turns, self._is_owned = directory, state_dir, turns, is_owned
-        self._serve, self._joined, self._left = serve, joined, left
+        self._serve, self._joined, self._left, self._fenced = serve, joined, left, fenced
         self._runs: dict[str, ServedRun] = {}
         self._between: dict[str, list[Callable[[ServedRun], None]]] = {}
         """Run -> what is done when the turn that it is in the middle of is at its end."""
@@ -122,7 +125,7 @@ class ServedRuns:
             try:
                 answers.append((run, act(name, run)))
             except Exception as error:  # Whatever is wrong with one run, the others are judged on.
-                self._drop(name, _why(run.paths.run_dir, error), run)
+                self._drop(name, self._why(run.paths.run_dir, error), run)
         return answers
 
     def discover(self, now: float) -> None:
@@ -139,7 +142,7 @@ class ServedRuns:
                 if isinstance(error, LockHeld) and not self._is_owned:
                     self._stand_by(name, error.holder)
                 else:
-                    self._refuse(name, _why(run_dir, error), now)
+                    self._refuse(name, self._why(run_dir, error), now)
                 continue
             if who := self.held.pop(name, ""):
                 fields = {"event": "run.taken_over", "run": name, "from": who}
@@ -194,6 +197,17 @@ class ServedRuns:
         run.close()
         self._refuse(name, problem, time.time())
 
+    def _why(self, run_dir: Path, error: Exception) -> str:
+        """Return why a run is not served, in words; what should never happen is logged with where it did."""
+        if isinstance(error, FencedOff):
+            self._fenced()
+        if isinstance(error, SentinelError):
+            return str(error)
+        if isinstance(error, OSError):
+            return str(disk_trouble(Path(error.filename or run_dir), error))
+        log.error("run %s: a defect of Sentinel, please report it", run_dir.name, exc_info=error)
+        return f"{run_dir}: a defect of Sentinel, its log says where: {type(error).__name__}: {error}"
+
     def _refuse(self, name: str, problem: str, now: float) -> None:
         if self.problems.get(name) != problem:
             fields = {"event": "run.refused", "run": name, "problem": problem}
@@ -207,13 +221,3 @@ def take_from_others(directory: Path) -> None:
     if said := tighten(directory):
         log.warning("%s", said)
     refuse_foreign(directory)
-
-
-def _why(run_dir: Path, error: Exception) -> str:
-    """Return why a run is not served, in words; what should never happen is logged with where it did."""
-    if isinstance(error, SentinelError):
-        return str(error)
-    if isinstance(error, OSError):
-        return str(disk_trouble(Path(error.filename or run_dir), error))
-    log.error("run %s: a defect of Sentinel, please report it", run_dir.name, exc_info=error)
-    return f"{run_dir}: a defect of Sentinel, its log says where: {type(error).__name__}: {error}"

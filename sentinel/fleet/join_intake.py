@@ -147,7 +147,8 @@ class JoinIntake:
             self._copies.end("the lease was lost")
             holder = self._lease.holder
             taken = f", and {holder} has it now" if holder not in ("", self._lease.owner) else ""
-            self.lost = f"the lease of epoch {self.epoch} was not renewed for {self._lease.times.stop_s:g} s{taken}"
+            why = self._lease.why_lost or f"it was not renewed for {self._lease.times.stop_s:g} s{taken}"
+            self.lost = f"the lease of epoch {self.epoch} was lost: {why}"
             log.error("join: %s; this process does nothing more and ends", self.lost)
             self._on_lost()
 

@@ -87,6 +87,8 @@ class JoinLease:
         """Who has it, as far as known; empty: nobody is known to."""
         self.is_lost = False
         """It was held, and is no more; for good: another process may begin anew."""
+        self.why_lost = ""
+        """In words, where it is not that it was not renewed."""
         self._clock, self._floor = clock, floor
         self._id = secrets.token_hex(8)
         self._held_until = 0.0
@@ -132,6 +134,15 @@ class JoinLease:
         if await self._append(jetstream, self._record(epoch)):
             self.epoch = max(self.epoch, epoch)
             self.held_epoch, self.holder, self._held_until = epoch, self.owner, began + self.times.stop_s
+
+    def take_fence(self) -> None:
+        """Take note that a journal is not to be written under our epoch: where one has a higher, the lease is lost.
+
+        The broker may have lost the record of who followed us, and told us that we have it still. For any thread.
+        """
+        if self._held_until and (known := self._floor()) > self.held_epoch:
+            self.why_lost = f"the runs were judged under epoch {known} meanwhile, and the broker has lost its record of that"
+            self.is_lost = True
 
     async def give_back(self, jetstream: JetStreamContext) -> None:
         """Let go of the lease, so that who waits has it at once."""

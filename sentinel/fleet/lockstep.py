@@ -27,6 +27,8 @@ class Lockstep:
         the number of spools."""
         self._num_unsure = 0
         """Spools that count, of which no two such ends are known, or all nodes have not spoken since the first."""
+        self._has_proof = False
+        """Whether any spool is proven."""
 
     @property
     def is_kept(self) -> bool:
@@ -70,8 +72,17 @@ class Lockstep:
         front = self._fronts[folder]
         if not front.is_proven:
             self._count(front, -1)
-            front.is_proven = True
+            front.is_proven = self._has_proof = True
             self._count(front, 1)
+
+    def doubt(self) -> None:
+        """Take note that there is a node that is waited for from now on: ranks of its own may train with the others."""
+        if self._has_proof:
+            self._has_proof = False
+            for front in self._fronts.values():
+                self._count(front, -1)
+                front.is_proven = False
+                self._count(front, 1)
 
     def forget(self, folder: str) -> None:
         """Take note that not all is here of a spool that was: where it goes on is seen by what comes next."""

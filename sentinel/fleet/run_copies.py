@@ -183,6 +183,8 @@ class RunCopies:
                 why = f"several shippers speak as node {node}, in turn: are there two machines with this name?"
                 why = f"run {self._name}: {why} give each its own --node; what they send is taken, of all of them"
                 self._tally.say(f"{self._name}/{node}/sessions", why)
+        if self._lockstep is not None and not self.heard.is_live(node, now):
+            self._lockstep.doubt()
         self.heard.take(beat, join, now)
         if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from sentinel.daemon.outboxes import Outboxes
+from sentinel.daemon.run_turns import PlainTurns
+from sentinel.daemon.served_runs import ServedRuns
 from sentinel.daemon.serving import ServedRun
 from sentinel.errors import StoreError
 from sentinel.fleet.known_epochs import highest_epoch
@@ -118,6 +120,30 @@ def test_who_was_stopped_between_commit_and_files_writes_the_same_bytes_once_mor
 
     assert len(before) == 1
     assert result_bytes(run.directory) == before[0]
+
+
+def test_who_serves_a_run_that_is_anothers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        run = small_run(tmp_path / name)
+        run.write(3)
+    judge_run(tmp_path / "a", CONFIG, is_over=False)
+    fenced = list[str]()
+    runs = ServedRuns(
+        tmp_path, None, PlainTurns(), is_owned=False, serve=lambda paths: under(2, paths.run_dir), joined=lambda run: None,
+        left=lambda run: None, fenced=lambda: fenced.append("fenced"),
+    )  # fmt: skip
+    runs.discover(NOW)
+    assert not fenced and len(list(runs)) == 2
+    # Another takes one over while it is served, and again before it is opened anew.
+    successor = Journal(RunPaths.of(tmp_path / "b").journal, epoch=3)
+    run.write(3)
+    while runs.turn(lambda: NOW):
+        pass
+    assert fenced == ["fenced"] and "start it anew" in runs.problems["b"] and [one.name for one in runs] == ["a"]
+    runs.discover(NOW + 1e9)
+    assert fenced == ["fenced"] * 2
+    successor.close()
+    runs.close()
 
 
 def test_every_transaction_is_fenced_and_epochs_never_go_back(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from ..support.fleet_faults import DigestedFleet, FaultyFleet, RecordedFleet
 pytestmark = pytest.mark.slow
 FENCED = 21
 """Seed in which a join is stopped in the middle of a turn, taken over from, and goes on."""
+BROKER_FORGOT = 3128
+"""Seed in which the broker forgets the successor of a join, and tells it that it has the lease still."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,12 @@ def test_a_schedule_of_faults_with_digests_changes_nothing(
     world.run()
     assert world.counts["digested_steps"] > world.counts["fetched_steps"] > 0
     assert of_some, "the rows of single tensors are asked for as well"
+
+
+def test_a_join_whose_successor_the_broker_forgot_ends(tmp_path: Path, merged: RecordedFleet) -> None:
+    world = DigestedFleet(tmp_path, merged, BROKER_FORGOT)
+    world.run()
+    assert 0 < world.counts["fenced off"] < 5, "it would be so for good"
 
 
 @pytest.mark.long

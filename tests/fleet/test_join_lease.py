@@ -201,6 +201,33 @@ def test_a_broker_that_lost_everything_has_no_say_in_epochs(broker: NatsBroker) 
     with_joins(broker, act)
 
 
+def test_who_is_told_that_it_has_the_lease_though_another_had_it_since_ends(broker: NatsBroker) -> None:
+    """The other one's record is lost, and the journals of the runs know its epoch: under ours nothing can be written."""
+
+    async def act(joins: Joins) -> None:
+        known = [0]
+        lease = JoinLease("first", LeaseTimes.of(10.0), clock=lambda: joins.now, floor=lambda: known[0])
+        lease.take_fence()
+        assert not lease.is_lost, "it has none yet"
+        await lease.step(joins.jetstream)
+        joins.now += lease.times.takeover_s
+        await lease.step(joins.jetstream)
+        lease.take_fence()
+        assert lease.is_held, "what a run says is looked after in the journals"
+        known[0] = lease.held_epoch + 1
+        await lease.step(joins.jetstream)
+        assert lease.is_held, "journals are not read with each renewal"
+        lease.take_fence()
+        assert not lease.is_held and lease.is_lost and f"epoch {known[0]}" in lease.why_lost
+        following = joins.another(floor=known[0])
+        await following.step(joins.jetstream)
+        joins.now += following.times.takeover_s
+        await following.step(joins.jetstream)
+        assert following.is_held and following.held_epoch > known[0]
+
+    with_joins(broker, act)
+
+
 def test_what_is_no_record_is_waited_out(broker: NatsBroker) -> None:
     async def act(joins: Joins) -> None:
         await joins.jetstream.publish("sn.lease", b"\xc1 no record")

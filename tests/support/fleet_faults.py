@@ -69,7 +69,9 @@ TOPIC = "alert:hook"
 STEPS = 24
 TICK_S = 0.25
 LONGEST_CUT_S = 18.0
-"""Less than `SILENT_S`: a node that is away for longer is waited for no more, and the outcome is another."""
+LONGEST_SILENCE_S = 26.0
+"""Less than `SILENT_S`, whatever goes wrong one after the other: a node that is away for longer is waited for no more, and
+the outcome is another."""
 MAX_TICKS, HELD_TICKS = 800, 8
 KINDS = Engine(load_pack()).row_kinds
 """Those of which digests carry the rows."""
@@ -186,6 +188,8 @@ class FaultyNode:
         self.deaf_until = self.dumb_until = 0.0
         """It hears nothing, it is not heard: a link that works one way."""
         self.skew_s = 0.0
+        self.heard_at = world.now
+        """When a join heard it last."""
         self.problems: list[str] = []
         self.folders = sorted(path.name for path in self.spool.iterdir())
         self.begin()
@@ -326,7 +330,9 @@ class WorkingJoin:
                     pass
                 self.tell()
         except StoreError as error:
-            self.world.counts["fenced off"] += isinstance(error, FencedOff)
+            if isinstance(error, FencedOff):
+                self.world.counts["fenced off"] += 1
+                self.lease.take_fence()
             self.problems.append(str(error))
             self.close_run()
 
@@ -342,7 +348,9 @@ class WorkingJoin:
             return
         if self.world.now >= max(self.stopped_until, self.cut_until):
             with contextlib.suppress(WireError):
-                answer = self.copies.take_beat(unseal(data, Beat), is_drained=self._is_drained)
+                beat = unseal(data, Beat)
+                answer = self.copies.take_beat(beat, is_drained=self._is_drained)
+                self.world.note_heard(beat.node)
                 if answer is not None:
                     self.world.say("answer", seal(answer))
 
@@ -497,6 +505,12 @@ class FaultyFleet:
         assert not self.epochs or epoch > self.epochs[-1], f"epoch {epoch} after {self.epochs}"
         self.epochs.append(epoch)
 
+    def note_heard(self, name: str) -> None:
+        """Take note that a join heard a node."""
+        for node in self.nodes:
+            if node.name == name:
+                node.heard_at = self.now
+
     def publish_of_node(self, data: bytes) -> str:
         """As `publish`, of what comes from a node."""
         return self.publish(data)
@@ -528,7 +542,8 @@ class FaultyFleet:
     def fault(self) -> None:
         """Have one thing go wrong, for a while."""
         rng = self.rng
-        span = rng.uniform(1.0, LONGEST_CUT_S)
+        unheard_s = max(self.now - one.heard_at for one in self.nodes)
+        span = min(rng.uniform(1.0, LONGEST_CUT_S), max(TICK_S, LONGEST_SILENCE_S - unheard_s))
         node, join = rng.choice(self.nodes), rng.choice(self.joins)
         faults: dict[str, Callable[[], None]] = {
             "shipper killed": node.begin,
