@@ -1,12 +1,14 @@
 """What a fleet asks of its broker, and the most that goes through it; all of it in real processes.
 
-    python benchmarks/fleet_broker.py [used] [most] [--nodes 4] [--steps 20] [--step-s 2] [--layers 280] [--replicas 1 3]
+    python benchmarks/fleet_broker.py [used] [most] [told] [--nodes 4] [--steps 20] [--step-s 2] [--layers 280]
+        [--replicas 1 3]
 
 Ranks are simulated: 8 of them a node, tensor parallel on each, over pipeline stages, some 985 rows a rank and step.
 used: nodes write a step each --step-s, and `sentinel ship`, or `sentinel node`, `sentinel join` and a nats-server, or three
 that hold all of it, go on beside; what nodes publish, the sizes of its messages, and the processor time of the servers.
 most: as many steps lie in the spools already; how long until the join has copies of all, and has judged all. `publish` is a
 client that publishes messages of 512 KiB, 16 at a time, and does nothing else: what the broker takes where nobody computes.
+told: as used; how long from when the last rank has written the end of a step until the join has judged and committed it.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def wait_until_judged(run: Path, steps: int) -> None:
 
 def used(where: Path, verb: str, replicas: int, given: argparse.Namespace) -> None:
     """Print what a fleet that goes on asks of its broker."""
-    run, names = written(where, given.nodes, given.layers)
+    run, names = written(where, given.nodes, range(given.nodes), given.layers)
     joined = where / "joined"
     nodes = [where / name for name in names]
     run.write(WARM_STEPS)
@@ -135,9 +137,36 @@ def used(where: Path, verb: str, replicas: int, given: argparse.Namespace) -> No
     )
 
 
+def told(where: Path, verb: str, replicas: int, given: argparse.Namespace) -> None:
+    """Print how long after its end a step is judged."""
+    run, names = written(where, given.nodes, range(given.nodes), given.layers)
+    joined, waits = where / "joined", list[float]()
+    run.write(WARM_STEPS)
+    with (
+        brokers(where / "broker", replicas) as (url, _),
+        started("join", str(joined), "--server", url, "--no-http", "--replicas", str(replicas)),
+        shipping([where / name for name in names], url, verb),
+    ):
+        wait_until_judged(joined / "run", WARM_STEPS)
+        for _ in range(given.steps):
+            run.write(1)
+            began = time.perf_counter()
+            while progress(joined / "run")[1] < run.step and time.perf_counter() - began < WAIT_S:
+                time.sleep(0.002)
+            waits.append(time.perf_counter() - began)
+            time.sleep(max(0.0, given.step_s - waits[-1]))
+    waits.sort()
+    p99 = waits[min(len(waits) - 1, int(0.99 * len(waits)))]
+    print(
+        f"{verb:8}{replicas:3}{given.nodes:7}{len(waits):7}{1e3 * statistics.median(waits):12.0f}{1e3 * p99:10.0f}"
+        f"{1e3 * waits[-1]:12.0f}{os.getloadavg()[0]:7.1f}",
+        flush=True,
+    )
+
+
 def most(where: Path, verb: str, replicas: int, given: argparse.Namespace) -> None:
     """Print how fast a backlog goes through."""
-    run, names = written(where, given.nodes, given.layers)
+    run, names = written(where, given.nodes, range(given.nodes), given.layers)
     joined = where / "joined"
     nodes = [where / name for name in names]
     run.write(WARM_STEPS + given.steps)
@@ -203,30 +232,32 @@ def publish(where: Path, replicas: int) -> None:
 
 
 def main() -> None:
-    """Run the parts that are named, both where none is."""
+    """Run the parts that are named, all where none is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="used, most")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="used, most, told")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--step-s", type=float, default=2.0)
     parser.add_argument("--layers", type=int, default=280)
     parser.add_argument("--replicas", type=int, nargs="+", choices=(1, 3), default=[1, 3])
     given = parser.parse_args()
-    parts = given.parts or ["used", "most"]
-    if unknown := set(parts) - {"used", "most"}:
-        parser.error(f"expected used or most, got {', '.join(sorted(unknown))}")
+    parts = given.parts or ["used", "most", "told"]
+    if unknown := set(parts) - {"used", "most", "told"}:
+        parser.error(f"expected used, most or told, got {', '.join(sorted(unknown))}")
     heads = {
         "used": f"used    {'R':>3}{'spool MB/s':>12}{'chunks MB/s':>12}{'other MB/s':>12}{'chunks/s':>10}{'median kB':>11}"
         f"{'largest kB':>11}{'servers %':>10}{'load':>7}",
         "most": f"most    {'R':>3}{'spool MB':>10}{'chunks MB':>11}{'copied s':>10}{'spool MB/s':>13}{'chunks MB/s':>13}"
         f"{'judged s':>10}{'join s':>10}{'servers s':>11}{'load':>7}",
+        "told": f"told    {'R':>3}{'nodes':>7}{'steps':>7}{'median ms':>12}{'p99 ms':>10}{'longest ms':>12}{'load':>7}",
     }
+    measures = {"used": used, "most": most, "told": told}
     for part in parts:
         print(heads[part], flush=True)
         for replicas in given.replicas:
             for verb in ("ship", "node"):
                 with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-                    (used if part == "used" else most)(Path(name), verb, replicas, given)
+                    measures[part](Path(name), verb, replicas, given)
             if part == "most":
                 with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
                     publish(Path(name), replicas)
