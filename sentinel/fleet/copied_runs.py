@@ -385,6 +385,7 @@ def _unknown_commands(folder: Path, known: set[str]) -> dict[str, bytes]:
     return found
 
 
+@functools.lru_cache(maxsize=8192)
 def _is_name(name: str) -> bool:
     """Return whether a run or a node may be called so: visible, no path, short enough for a folder, and no part of a run."""
     is_path = "/" in name or name.startswith(".")

@@ -53,6 +53,10 @@ class Lockstep:
         is_same = chunk.file == here.file
         if chunk.size or not (chunk.offset <= here.offset < end.offset if is_same else chunk.after == here):
             return False, False
+        if is_beats and is_same and front.here is not None and not front.is_over:
+            # As most are.
+            front.here, front.next, front.grown = end, end.offset, now
+            return True, False
         self._count(front, -1)
         at = 0 if not is_same else here.offset if front.here is None else front.next
         kinds, front.next = ([], end.offset) if is_beats else _frames(chunk, at)

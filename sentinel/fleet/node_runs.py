@@ -48,6 +48,8 @@ TOLD_S = 8.0
 of thousands compares each with its copy. Heartbeats that were lost are sent again so much later."""
 ASKED_S = 0.5
 """So long behind an answer that asks for rows the next such is waited for."""
+BUSY_SHARE = 4.0
+"""So many times as often as otherwise such a node speaks at most: a join of thousands hears each."""
 BUSY_S = 1.0
 """So long behind anything but heartbeats a node speaks several times a second."""
 SAID_S = 60.0
@@ -134,7 +136,7 @@ class NodeRuns:
         if now < self._asked_until:
             return ASKED_BEAT_S
         if now < self._busy_until or any(run.is_waited_for for run in self._runs.values()):
-            return BEAT_S
+            return max(BEAT_S, self._pace_s / BUSY_SHARE)
         return self._pace_s
 
     def next(self, max_bytes: int = MAX_NEXT_BYTES) -> Iterator[Published]:
