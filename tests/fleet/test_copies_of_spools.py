@@ -18,7 +18,7 @@ from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.heard_nodes import FORGOTTEN_S, SILENT_S
 from sentinel.fleet.intake_tally import REFUSED_S
-from sentinel.fleet.node_runs import BEAT_S, BUSY_SHARE, BUSY_S, HEARTBEATS_S, MAX_PACE_S, NodeRuns
+from sentinel.fleet.node_runs import BEAT_S, BUSY_S, BUSY_SHARE, HEARTBEATS_S, MAX_PACE_S, NodeRuns
 from sentinel.fleet.node_spool import RESEND_S
 from sentinel.fleet.sealed import (
     TOGETHER_BYTES,
