@@ -465,6 +465,8 @@ class FaultyFleet:
     """Whether copies lack rows."""
     digested_kinds: frozenset[str] | None = None
     """As of `NodeRuns`, for the nodes."""
+    longest_silence_s = LONGEST_SILENCE_S
+    """Past it nothing keeps a node from being heard for longer."""
 
     def __init__(self, directory: Path, recorded: RecordedFleet, seed: int) -> None:
         self.rng, self.recorded, self.seed = random.Random(seed), recorded, seed
@@ -505,6 +507,11 @@ class FaultyFleet:
         assert not self.epochs or epoch > self.epochs[-1], f"epoch {epoch} after {self.epochs}"
         self.epochs.append(epoch)
 
+    @property
+    def unheard_s(self) -> float:
+        """For how long no join has heard any of the nodes."""
+        return max(self.now - one.heard_at for one in self.nodes)
+
     def note_heard(self, name: str) -> None:
         """Take note that a join heard a node."""
         for node in self.nodes:
@@ -542,8 +549,7 @@ class FaultyFleet:
     def fault(self) -> None:
         """Have one thing go wrong, for a while."""
         rng = self.rng
-        unheard_s = max(self.now - one.heard_at for one in self.nodes)
-        span = min(rng.uniform(1.0, LONGEST_CUT_S), max(TICK_S, LONGEST_SILENCE_S - unheard_s))
+        span = min(rng.uniform(1.0, LONGEST_CUT_S), max(TICK_S, self.longest_silence_s - self.unheard_s))
         node, join = rng.choice(self.nodes), rng.choice(self.joins)
         faults: dict[str, Callable[[], None]] = {
             "shipper killed": node.begin,

@@ -130,6 +130,8 @@ class RelayedFleet(FaultyFleet):
 
     node_says = "frames-beat"
     has_holes = True
+    longest_silence_s = 14.0
+    """That of a worker that is followed by another, some ten seconds later, comes to it."""
 
     def __init__(self, directory: Path, recorded: RecordedFleet, seed: int) -> None:
         self.frames: list[tuple[int, bytes]] = []
@@ -154,7 +156,7 @@ class RelayedFleet(FaultyFleet):
         return self.nodes if what == "frames-answer" else self.workers
 
     def further_faults(self, span: float) -> dict[str, Callable[[], None]]:
-        if not self.workers:
+        if not self.workers or self.unheard_s > self.longest_silence_s / 2:
             return {}
         worker = self.rng.choice(self.workers)
         return {
