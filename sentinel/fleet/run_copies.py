@@ -44,17 +44,17 @@ OWNER = "node"
 class _Held:
     """A chunk that waits."""
 
-    __slots__ = ("begin", "came", "chunk", "end", "folder", "has_end", "is_beats", "is_here", "num_bytes")
+    __slots__ = ("begin", "came", "chunk", "end", "has_end", "is_beats", "is_here", "is_out")
 
     def __init__(self, chunk: SpoolChunk, came: float) -> None:
-        self.chunk: SpoolChunk | None = chunk
-        """None: it is out, and others that came before it may wait for long."""
-        self.folder, self.num_bytes, self.came = chunk.folder, len(chunk.data), came
+        self.chunk, self.came = chunk, came
         self.begin, self.end = FilePlace(chunk.file, chunk.offset), FilePlace(chunk.file, chunk.offset + chunk.num_bytes)
         self.is_beats = not (chunk.size or chunk.away) and are_heartbeats(chunk.data)
         """It is heartbeats and nothing else."""
         self.is_here = self.has_end = False
         """Whether all that is before it is here, and whether a step ends in it."""
+        self.is_out = False
+        """It waits no more."""
 
 
 class RunCopies:
@@ -286,7 +286,7 @@ class RunCopies:
             held = self._held[0]
             num_new += self._let_out(held)
             if self._lockstep is not None and held.has_end:
-                self._lockstep.prove(held.folder)
+                self._lockstep.prove(held.chunk.folder)
         if self._lockstep is None:
             return num_new
         if now >= self._look_at:
@@ -312,12 +312,13 @@ class RunCopies:
 
     def _let_out(self, held: _Held) -> int:
         """Write a chunk that waited; return the bytes that are new."""
-        chunk = self._forget_held(held)
-        wrote = 0 if chunk is None else self._write(chunk)
-        if not wrote or held.folder in self._behind:
+        self._forget_held(held)
+        chunk = held.chunk
+        wrote = self._write(chunk)
+        if not wrote or chunk.folder in self._behind:
             # What is written was no reason to be behind, and what was is nearer.
-            self._compare_heads(held.folder)
-        self._compare_place(held.folder)
+            self._compare_heads(chunk.folder)
+        self._compare_place(chunk.folder)
         return wrote
 
     def drop_newest(self, now: float) -> None:
@@ -325,21 +326,19 @@ class RunCopies:
         held = self._held[-1]
         self._forget_held(held)
         if self._lockstep is not None and held.is_here:
-            self._lockstep.forget(held.folder)
-        self._compare_heads(held.folder)
+            self._lockstep.forget(held.chunk.folder)
+        self._compare_heads(held.chunk.folder)
         self.dropped_at = now
         self._tally.counts["dropped"] += 1
 
-    def _forget_held(self, held: _Held) -> SpoolChunk | None:
-        """Have a chunk wait no more, and return it."""
-        chunk, held.chunk = held.chunk, None
-        self._held_of[held.folder].remove(held)
-        self.held_bytes -= held.num_bytes
-        while self._held and self._held[0].chunk is None:
+    def _forget_held(self, held: _Held) -> None:
+        held.is_out = True
+        self._held_of[held.chunk.folder].remove(held)
+        self.held_bytes -= len(held.chunk.data)
+        while self._held and self._held[0].is_out:
             self._held.popleft()
-        while self._held and self._held[-1].chunk is None:
+        while self._held and self._held[-1].is_out:
             self._held.pop()
-        return chunk
 
     def _compare_place(self, folder: str) -> None:
         """See whether of what waited of a spool all was written: the disk may not have taken it."""
