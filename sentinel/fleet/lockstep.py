@@ -6,6 +6,7 @@ of a step: of whoever is at that end, or at the one before it, nothing older can
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -62,7 +63,7 @@ class Lockstep:
         kinds, front.next = ([], end.offset) if is_beats else _frames(chunk, at)
         ends = [step for kind, step in kinds if kind == _END_STEP]
         for step in ends:
-            front.end(step)
+            front.end(step, now)
         if front.next < 0:
             front.forget()
             front.next = end.offset
@@ -71,10 +72,13 @@ class Lockstep:
         self._count(front, 1)
         return True, bool(ends)
 
-    def prove(self, folder: str) -> None:
-        """Take note that all nodes have spoken since a step ended in a spool: ranks that train with it are known."""
+    def prove(self, folder: str, came: float) -> None:
+        """Take note that all nodes have spoken since a step ended in a spool: ranks that train with it are known.
+
+        came: when the chunk did in which it ended.
+        """
         front = self._fronts[folder]
-        if not front.is_proven:
+        if not front.is_proven and came >= front.to_prove:
             self._count(front, -1)
             front.is_proven = self._has_proof = True
             self._count(front, 1)
@@ -132,7 +136,7 @@ class Lockstep:
 class _Front:
     """How far one spool is here."""
 
-    __slots__ = ("grown", "has_left", "here", "is_over", "is_proven", "next", "step", "stride")
+    __slots__ = ("grown", "has_left", "here", "is_over", "is_proven", "next", "step", "stride", "to_prove")
 
     def __init__(self, now: float) -> None:
         self.here: FilePlace | None = None
@@ -144,19 +148,25 @@ class _Front:
         """The newest that has ended; None: not known."""
         self.stride = 0
         """How many steps before it the one before ended; 0: not known, or not before it: training went back."""
-        self.is_proven = False
-        """As of `Lockstep.prove`."""
+        self.is_proven, self.to_prove = False, math.inf
+        """As of `Lockstep.prove`, and when that came by which it is to be proven: the second of two ends that rise. Whoever
+        trains with it has ended the first by then, be it that training went back before."""
         self.has_left = self.is_over = False
         """Whether the process said goodbye, and whether the spool does not count."""
 
-    def end(self, step: int) -> None:
+    def end(self, step: int, now: float) -> None:
         """Take note of the end of a step."""
-        self.stride = step - self.step if self.step is not None and self.step < step else 0
+        if self.step is not None and step <= self.step:
+            self.forget()
+        if self.step is not None:
+            self.stride = step - self.step
+            self.to_prove = min(self.to_prove, now)
         self.step = step
 
     def forget(self) -> None:
-        """Take note that ends may have been missed."""
+        """Take note that ends may have been missed, or that training went back: others may be said to be where they were."""
         self.step, self.stride = None, 0
+        self.is_proven, self.to_prove = False, math.inf
 
 
 def _frames(chunk: SpoolChunk, at: int) -> tuple[list[tuple[int, int]], int]:

@@ -286,7 +286,7 @@ class RunCopies:
             held = self._held[0]
             num_new += self._let_out(held)
             if self._lockstep is not None and held.has_end:
-                self._lockstep.prove(held.chunk.folder)
+                self._lockstep.prove(held.chunk.folder, held.came)
         if self._lockstep is None:
             return num_new
         if now >= self._look_at:

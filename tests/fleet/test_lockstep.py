@@ -234,10 +234,30 @@ def test_steps_that_go_back_wait_until_all_went_back(tmp_path: Path) -> None:
     assert fleet.copies.held_bytes > 0
     fleet.muted = set()
     fleet.go(1.0)
-    fleet.muted = {0, 1, 2}
     fleet.write(2)
+    fleet.go(1.0)
+    fleet.muted = {0, 1, 2}
+    fleet.write(3)
     fleet.go(TURN_S)
     assert fleet.copies.held_bytes == 0
+
+
+def test_who_went_back_alone_as_far_as_is_known_waits_for_the_others(tmp_path: Path) -> None:
+    fleet = begun(tmp_path)
+    fleet.write(3)
+    fleet.go(1.0)
+    fleet.muted, fleet.stuck = {2}, {2}
+    for step in (2, 3, 4):
+        fleet.write(step)
+        fleet.go(0.5)
+    fleet.write(5, 0, 1)
+    fleet.go(5.0)
+    assert fleet.steps == [0, 1, 2, 3], "of the third rank step 3 of before is here, and its node has not spoken since"
+    fleet.muted, fleet.stuck = set(), set()
+    fleet.go(2.0)
+    fleet.write(5, 2)
+    fleet.go(2.0)
+    assert fleet.steps == [0, 1, 2, 3, 2, 3, 4, 5] and set(fleet.whys) == {"complete"}
 
 
 def test_a_chunk_that_is_lost_is_waited_for(tmp_path: Path) -> None:
