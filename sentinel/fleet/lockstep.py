@@ -16,6 +16,7 @@ from sentinel.wire.frame import FrameType, head_of
 QUIET_S = 60.0
 """A spool to which nothing came for so long, not even a heartbeat, is that of a process that is gone."""
 _END_STEP, _BYE = int(FrameType.END_STEP), int(FrameType.BYE)
+_OF_STEPS = frozenset({_END_STEP, int(FrameType.ROWS), int(FrameType.ROWS_AWAY)})
 
 
 class Lockstep:
@@ -23,9 +24,9 @@ class Lockstep:
 
     def __init__(self) -> None:
         self._fronts: dict[str, _Front] = {}
-        self._steps, self._strides = Counter[int](), Counter[int]()
-        """Of the spools that count: newest step that has ended, and how many steps before it the one before ended, each with
-        the number of spools."""
+        self._steps, self._begun, self._strides = Counter[int](), Counter[int](), Counter[int]()
+        """Of the spools that count: newest step that has ended, newest of which there is anything, and how many steps before
+        the former the one before ended, each with the number of spools."""
         self._num_unsure = 0
         """Spools that count, of which no two such ends are known, or all nodes have not spoken since the first."""
         self._has_proof = False
@@ -33,10 +34,10 @@ class Lockstep:
 
     @property
     def is_kept(self) -> bool:
-        """Whether all ranks have ended the same step, or some of them the one before it."""
+        """Whether all ranks have ended the same step, or some of them the one before it, and none is beyond the next."""
         if self._num_unsure or not 0 < len(self._steps) <= 2:
             return False
-        return max(self._steps) - min(self._steps) <= min(self._strides)
+        return max(self._begun) - min(self._steps) <= min(self._strides)
 
     def begin(self, folder: str, now: float) -> None:
         """Take in a spool of which nothing is known."""
@@ -64,6 +65,7 @@ class Lockstep:
         ends = [step for kind, step in kinds if kind == _END_STEP]
         for step in ends:
             front.end(step, now)
+        front.begun = max((step for kind, step in kinds if kind in _OF_STEPS), default=front.begun)
         if front.next < 0:
             front.forget()
             front.next = end.offset
@@ -127,7 +129,8 @@ class Lockstep:
         if front.step is None or not (front.stride and front.is_proven):
             self._num_unsure += by
             return
-        for counter, key in ((self._steps, front.step), (self._strides, front.stride)):
+        begun = max(front.step, front.begun)
+        for counter, key in ((self._steps, front.step), (self._begun, begun), (self._strides, front.stride)):
             counter[key] += by
             if not counter[key]:
                 del counter[key]
@@ -136,7 +139,7 @@ class Lockstep:
 class _Front:
     """How far one spool is here."""
 
-    __slots__ = ("grown", "has_left", "here", "is_over", "is_proven", "next", "step", "stride", "to_prove")
+    __slots__ = ("begun", "grown", "has_left", "here", "is_over", "is_proven", "next", "step", "stride", "to_prove")
 
     def __init__(self, now: float) -> None:
         self.here: FilePlace | None = None
@@ -146,6 +149,8 @@ class _Front:
         self.grown = now
         self.step: int | None = None
         """The newest that has ended; None: not known."""
+        self.begun = 0
+        """The newest of which there is anything in the newest chunk that has steps."""
         self.stride = 0
         """How many steps before it the one before ended; 0: not known, or not before it: training went back."""
         self.is_proven, self.to_prove = False, math.inf

@@ -192,6 +192,23 @@ def test_who_runs_ahead_of_a_node_waits_for_it(tmp_path: Path, monkeypatch: pyte
     assert fleet.steps == [0, 1, 2, 3, 4] and set(fleet.whys) == {"complete"}
 
 
+@pytest.mark.parametrize(("late_after_steps", "every"), [(1, 1), (2, 5)], ids=["strict", "each fifth step is recorded"])
+def test_who_has_rows_of_the_step_after_the_next_waits(tmp_path: Path, late_after_steps: int, every: int) -> None:
+    fleet = SlowFleet(tmp_path)
+    fleet.assembler = StepAssembler("run", late_after_steps=late_after_steps)
+    for number in range(3):
+        fleet.write(number * every)
+        fleet.go(1.0)
+    fleet.muted, fleet.stuck = {2}, {2}
+    fleet.write(3 * every)
+    for rank in (0, 1):
+        fleet.run.write_rank(rank, 4 * every, end=False)
+    fleet.go(3.0)
+    fleet.muted, fleet.stuck = set(), set()
+    fleet.go(2.0)
+    assert fleet.steps == [0, every, 2 * every, 3 * every] and set(fleet.whys) == {"complete"}
+
+
 def test_who_ran_ahead_and_left_waits_too(tmp_path: Path) -> None:
     fleet = begun(tmp_path)
     fleet.muted, fleet.stuck = {2}, {2}
