@@ -63,8 +63,15 @@ class Lockstep:
         at = 0 if not is_same else here.offset if front.here is None else front.next
         kinds, front.next = ([], end.offset) if is_beats else _frames(chunk, at)
         ends = [step for kind, step in kinds if kind == _END_STEP]
+        torn = front.torn if is_same else None
+        if torn is not None and end.offset >= at:
+            ends.insert(0, torn)
+            torn = None
+        if kinds and kinds[-1][0] == _END_STEP and front.next > end.offset:
+            torn = ends.pop()
         for step in ends:
             front.end(step, now)
+        front.torn = torn
         front.begun = max((step for kind, step in kinds if kind in _OF_STEPS), default=front.begun)
         if front.next < 0:
             front.forget()
@@ -139,7 +146,7 @@ class Lockstep:
 class _Front:
     """How far one spool is here."""
 
-    __slots__ = ("begun", "grown", "has_left", "here", "is_over", "is_proven", "next", "step", "stride", "to_prove")
+    __slots__ = ("begun", "grown", "has_left", "here", "is_over", "is_proven", "next", "step", "stride", "to_prove", "torn")
 
     def __init__(self, now: float) -> None:
         self.here: FilePlace | None = None
@@ -149,6 +156,8 @@ class _Front:
         self.grown = now
         self.step: int | None = None
         """The newest that has ended; None: not known."""
+        self.torn: int | None = None
+        """The step that ends in the newest frame, of which a part is here; None: none does."""
         self.begun = 0
         """The newest of which there is anything in the newest chunk that has steps."""
         self.stride = 0
@@ -170,7 +179,7 @@ class _Front:
 
     def forget(self) -> None:
         """Take note that ends may have been missed, or that training went back: others may be said to be where they were."""
-        self.step, self.stride = None, 0
+        self.step, self.stride, self.torn = None, 0, None
         self.is_proven, self.to_prove = False, math.inf
 
 

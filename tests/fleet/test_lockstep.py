@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sentinel.decision import Decision, Tick
@@ -207,6 +208,27 @@ def test_who_has_rows_of_the_step_after_the_next_waits(tmp_path: Path, late_afte
     fleet.muted, fleet.stuck = set(), set()
     fleet.go(2.0)
     assert fleet.steps == [0, every, 2 * every, 3 * every] and set(fleet.whys) == {"complete"}
+
+
+def test_an_end_of_which_a_part_is_here_is_none(tmp_path: Path) -> None:
+    fleet = SlowFleet(tmp_path)
+    for step in (0, 5, 10):
+        fleet.write(step)
+        fleet.go(1.0)
+    fleet.muted = fleet.stuck = {2}
+    fleet.write(15)
+    (chunk,) = fleet.nodes[2].next()
+    assert isinstance(chunk, SpoolChunk)
+    fleet.copies.take(msgspec.structs.replace(chunk, data=chunk.data[:-10]))
+    fleet.write(20, 0, 1)
+    fleet.go(3.0)
+    assert fleet.steps == [0, 5, 10]
+    fleet.copies.take(msgspec.structs.replace(chunk, data=chunk.data[-10:], offset=chunk.offset + len(chunk.data) - 10))
+    fleet.go(TURN_S)
+    fleet.muted = fleet.stuck = set()
+    fleet.run.write_rank(2, 20)
+    fleet.go(2.0)
+    assert fleet.steps == [0, 5, 10, 15, 20] and set(fleet.whys) == {"complete"}
 
 
 def test_who_ran_ahead_and_left_waits_too(tmp_path: Path) -> None:
