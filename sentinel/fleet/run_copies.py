@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -44,7 +44,7 @@ OWNER = "node"
 class _Held:
     """A chunk that waits."""
 
-    __slots__ = ("begin", "came", "chunk", "end", "has_end", "is_beats", "is_here", "is_out")
+    __slots__ = ("begin", "came", "chunk", "end", "has_end", "is_beats", "is_here")
 
     def __init__(self, chunk: SpoolChunk, came: float) -> None:
         self.chunk, self.came = chunk, came
@@ -53,8 +53,6 @@ class _Held:
         """It is heartbeats and nothing else."""
         self.is_here = self.has_end = False
         """Whether all that is before it is here, and whether a step ends in it."""
-        self.is_out = False
-        """It waits no more."""
 
 
 class RunCopies:
@@ -81,8 +79,8 @@ class RunCopies:
         self._witnesses: dict[str, int] = {}
         """Folder of a spool -> bytes of what witnesses saw of it that are here."""
         self._owners: dict[str, str] = {}
-        self._held: deque[_Held] = deque()
-        """In the order in which they came; some may be out by now, but for the first and the last."""
+        self._held = OrderedDict[_Held, None]()
+        """In the order in which they came. What goes out of turn leaves nothing here: nobody counts what it would hold."""
         self._held_of = defaultdict[str, list[_Held]](list)
         """Folder of a spool -> what of it waits, in the order in which it came."""
         self._lockstep = Lockstep() if has_lockstep else None
@@ -263,7 +261,7 @@ class RunCopies:
             held.is_here, held.has_end = self._lockstep.take(chunk, copy.place, now, is_beats=held.is_beats)
             if held.has_end:
                 self._ending[chunk.folder] = None
-        self._held.append(held)
+        self._held[held] = None
         self._held_of[chunk.folder].append(held)
         self.held_bytes += len(chunk.data)
         if chunk.folder in self._behind:
@@ -272,18 +270,23 @@ class RunCopies:
 
     def waits_s(self, now: float) -> float:
         """Return for how long the oldest chunk has waited."""
-        return now - self._held[0].came if self._held else 0.0
+        oldest = self._oldest
+        return now - oldest.came if oldest is not None else 0.0
 
     def waits_for(self, now: float) -> list[str]:
         """Return the nodes that the oldest chunk waits for."""
-        return self.heard.not_seen(self._held[0].came, now) if self._held else []
+        oldest = self._oldest
+        return self.heard.not_seen(oldest.came, now) if oldest is not None else []
+
+    @property
+    def _oldest(self) -> _Held | None:
+        return next(iter(self._held), None)
 
     def release(self, now: float, may_act: Callable[[], bool]) -> int:
         """Write what no node may be behind of; return the bytes that are new. may_act: asked before each chunk."""
         self._pulses.write_silent(self.heard.at, now)
         until, num_new = self.heard.seen_until(now) if self._held else now, 0
-        while self._held and self._held[0].came <= until and may_act():
-            held = self._held[0]
+        while (held := self._oldest) is not None and held.came <= until and may_act():
             num_new += self._let_out(held)
             if self._lockstep is not None and held.has_end:
                 self._lockstep.prove(held.chunk.folder, held.came)
@@ -323,7 +326,7 @@ class RunCopies:
 
     def drop_newest(self, now: float) -> None:
         """Forget the chunk that came last: its node sends it again."""
-        held = self._held[-1]
+        held = next(reversed(self._held))
         self._forget_held(held)
         if self._lockstep is not None and held.is_here:
             self._lockstep.forget(held.chunk.folder)
@@ -332,13 +335,9 @@ class RunCopies:
         self._tally.counts["dropped"] += 1
 
     def _forget_held(self, held: _Held) -> None:
-        held.is_out = True
+        del self._held[held]
         self._held_of[held.chunk.folder].remove(held)
         self.held_bytes -= len(held.chunk.data)
-        while self._held and self._held[0].is_out:
-            self._held.popleft()
-        while self._held and self._held[-1].is_out:
-            self._held.pop()
 
     def _compare_place(self, folder: str) -> None:
         """See whether of what waited of a spool all was written: the disk may not have taken it."""

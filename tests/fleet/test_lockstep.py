@@ -162,6 +162,27 @@ def test_a_step_is_judged_though_nobody_speaks(tmp_path: Path) -> None:
     assert set(fleet.whys) == {"complete"}
 
 
+def test_what_was_read_out_of_turn_is_let_go_of(tmp_path: Path) -> None:
+    fleet = begun(tmp_path)
+    fleet.write(3)
+    again = [one for node in fleet.nodes for one in node.next()]
+    for one in again:
+        fleet.copies.take(one)
+    fleet.go(1.0)
+    fleet.muted = set(range(NODES))
+    fleet.copies.take(again[0])
+    run = fleet.copies._runs["run"]
+    for step in range(4, 14):
+        fleet.write(step)
+        came = [one for node in fleet.nodes for one in node.next()]
+        fleet.run.write_rank(2, step + 1, end=False)
+        for one in [*came, *fleet.nodes[2].next()]:
+            fleet.copies.take(one)
+        fleet.go(TURN_S)
+    assert fleet.steps[-1] == 13
+    assert sum(len(one.chunk.data) for one in run._held) == fleet.copies.held_bytes
+
+
 def test_heartbeats_wait_for_all_to_speak(tmp_path: Path) -> None:
     fleet = begun(tmp_path)
     fleet.muted = set(range(NODES))
