@@ -82,6 +82,9 @@ class DigestBook:
         with self._lock:
             of_node = self._of_step.setdefault(found.step, {}).setdefault(node, {})
             former = of_node.pop(found.of, None)
+            if former is not None and former.packed == found:
+                of_node[found.of] = former
+                return
             if former is None and len(of_node) >= MOST_OF_NODE:
                 former = of_node.pop(next(iter(of_node)))
             if former is not None:
@@ -89,14 +92,17 @@ class DigestBook:
                 self._taken(node, former)
             if self._bytes_of_node[node] + found.num_bytes <= MAX_NODE_BYTES:
                 self._count(node, found.step, found.num_bytes)
-                of_node[found.of] = entry = _Entry(found)
-                self._make_ready(node, entry)
+                of_node[found.of] = _Entry(found)
             oldest = min(self._of_step)
             while oldest < self._asked_step - MAX_JUDGED or (
                 self._num_bytes > self._max_bytes and len(self._of_step) > LEAST_STEPS
             ):
                 self._drop(oldest if oldest < self._asked_step else max(self._of_step))
                 oldest = min(self._of_step, default=self._asked_step)
+            entry = self._of_step.get(found.step, {}).get(node, {}).get(found.of)
+            # Of what takes the place of another, or has none, a few bytes would have the join unpack again and again.
+            if entry is not None and former is None:
+                self._make_ready(node, entry)
 
     def find(self, node: str, step: int, of: tuple[tuple[bytes, int, int], ...]) -> NodeDigest | None:
         """Return a node's digest of a step that is made of these frames; None: there is none. WireError: it is none."""

@@ -164,3 +164,18 @@ def test_what_is_no_digest_is_said_when_its_step_is_judged() -> None:
         assert room._left == MAX_READY_BYTES
         book.clear()
         book._asked_step = -1
+
+
+def test_a_node_that_sends_other_digests_of_one_step_has_none_of_them_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = list[PackedDigest]()
+    monkeypatch.setattr(PackedDigest, "unpack", lambda one: unpacked.append(one))
+    book = DigestBook(room=ReadyRoom())
+    for seq in range(10 * MOST_OF_NODE):
+        book.add("liar", a_digest(3, 20, seq=seq))
+    assert len(unpacked) <= MOST_OF_NODE
+    unpacked.clear()
+    again, other = a_digest(5, 20), a_digest(5, 21)
+    assert again.of == other.of and again != other
+    for one in (again, again, other, again, other):
+        book.add("liar", one)
+    assert unpacked == [again]
