@@ -321,7 +321,7 @@ class RunCopies:
         if not wrote or chunk.folder in self._behind:
             # What is written was no reason to be behind, and what was is nearer.
             self._compare_heads(chunk.folder)
-        self._compare_place(chunk.folder)
+        self._compare_place(held)
         return wrote
 
     def drop_newest(self, now: float) -> None:
@@ -339,10 +339,14 @@ class RunCopies:
         self._held_of[held.chunk.folder].remove(held)
         self.held_bytes -= len(held.chunk.data)
 
-    def _compare_place(self, folder: str) -> None:
+    def _compare_place(self, held: _Held) -> None:
         """See whether of what waited of a spool all was written: the disk may not have taken it."""
-        waiting, place = self._held_of[folder], self.copies[folder].place
-        if self._lockstep is not None and not waiting and not self._lockstep.is_here(folder, place):
+        if self._lockstep is None:
+            return
+        folder = held.chunk.folder
+        place = self.copies[folder].place
+        is_lost = held.is_here and _is_beyond(held.end, place)
+        if is_lost or not (self._held_of[folder] or self._lockstep.is_here(folder, place)):
             self._lockstep.forget(folder)
 
     def _write(self, chunk: SpoolChunk) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter
 from pathlib import Path
@@ -345,6 +346,31 @@ def test_a_chunk_that_is_lost_is_waited_for(tmp_path: Path) -> None:
     fleet.write(8)
     fleet.go(TURN_S)
     assert fleet.steps[-1] == 8, "where it goes on is known again"
+
+
+def test_an_end_that_the_disk_does_not_take_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = begun(tmp_path)
+    fleet.muted, fleet.stuck = set(range(NODES)), {2}
+    copy = fleet.copies._runs["run"].copies[fleet.run.folder(2).name]
+    fleet.write(3)
+    came = list(fleet.nodes[2].next())
+    fleet.beat(3)
+    for one in [*came, *fleet.nodes[2].next()]:
+        fleet.copies.take(one)
+
+    def refuse(_: SpoolChunk) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(copy, "take", refuse)
+        fleet.go(TURN_S)
+    for step in (4, 5, 6):
+        fleet.write(step)
+        fleet.go(0.5)
+    assert fleet.steps == [0, 1, 2]
+    fleet.muted = fleet.stuck = set()
+    fleet.go(5.0)
+    assert fleet.steps == list(range(7)) and set(fleet.whys) == {"complete"}
 
 
 def test_bytes_that_are_no_frames_have_a_spool_wait_until_two_steps_have_ended_behind_them(tmp_path: Path) -> None:
