@@ -183,6 +183,8 @@ class RunCopies:
                 self._tally.say(f"{self._name}/{node}/sessions", why)
         if self._lockstep is not None and not self.heard.is_live(node, now):
             self._lockstep.doubt()
+            # Its spools count from now on.
+            self._look_at = now
         self.heard.take(beat, join, now)
         if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)

@@ -163,6 +163,30 @@ def test_a_step_is_judged_though_nobody_speaks(tmp_path: Path) -> None:
     assert set(fleet.whys) == {"complete"}
 
 
+def test_a_node_that_comes_back_is_waited_for_at_once(tmp_path: Path) -> None:
+    fleet = begun(tmp_path)
+    run = fleet.copies._runs["run"]
+    while run._look_at - fleet.now > TURN_S:
+        fleet.go(TURN_S)
+    for beat in fleet.nodes[2].beats(is_leaving=True):
+        fleet.copies.take_beat(beat, is_drained=True)
+    fleet.muted = {2}
+    fleet.go(0.5)
+    fleet.nodes[2] = NodeRuns(fleet.paths[2], "node2", clock=lambda: fleet.now)
+    fleet.muted = set()
+    fleet.go(1.0)
+    fleet.write(3, 0, 1)
+    fleet.go(0.6)
+    fleet.muted = fleet.stuck = {2}
+    fleet.write(3, 2)
+    for step in (4, 5, 6, 7):
+        fleet.write(step)
+        fleet.go(0.4)
+    fleet.muted = fleet.stuck = set()
+    fleet.go(3.0)
+    assert fleet.steps == list(range(8)) and set(fleet.whys) == {"complete"}
+
+
 def test_what_was_read_out_of_turn_is_let_go_of(tmp_path: Path) -> None:
     fleet = begun(tmp_path)
     fleet.write(3)
