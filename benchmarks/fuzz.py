@@ -458,7 +458,7 @@ _PACK = _PACKS.load()
 def main() -> int:
     """Return 1 when anything was brought down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subjects", nargs="*", choices=SUBJECTS, default=[], metavar="SUBJECT")
+    parser.add_argument("subjects", nargs="*", choices=SUBJECTS, metavar="SUBJECT")
     parser.add_argument("--cases", type=int, default=1_000_000, help="Cases of each subject.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the first batch; each batch takes the next.")
     parser.add_argument("--seconds", type=float, default=1e9, help="Longest time of each subject.")

@@ -374,7 +374,7 @@ def real(num: int, seed: int) -> dict[str, object]:
             run_dir = sweep.train(layout, planted, Path(scratch), is_monitored=is_monitored, is_sudden=False, extra=[])
             for cell in planted:
                 entries = [entry.anomaly for entry in topk(run_dir, 8, steps={cell.step}).entries]
-                said = sweep.suspected(layout, cell, entries, is_monitored=is_monitored)
+                said = sweep.outcome(layout, cell, entries, is_monitored=is_monitored)
                 if not said and entries[0].id != entries[leading_causes(entries)[0]].id:
                     said = f"the first line is another one: {entries[0].kind} of {entries[0].tag_name}"
                 right += not said

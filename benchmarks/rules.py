@@ -68,9 +68,9 @@ class MemoryReader(SpoolReader):
     def _has_newer(self, final: bool) -> bool:
         return False
 
-    def _read(self, max_bytes: int) -> bytes | None:
+    def _read(self, max_bytes: int) -> tuple[bytes, int] | None:
         begin = self.offset - self._base
-        return self.data[begin:] if begin else self.data
+        return self.data[begin:] if begin else self.data, 0
 
 
 class MemoryFollower(RunFollower):
@@ -81,8 +81,7 @@ class MemoryFollower(RunFollower):
         for rank in ranks:
             name = incarnation_folder(self.run_dir, rank.rank, rank.incarnation).name
             rank.reader = MemoryReader(self.spool_dir / name)
-            self._readers[name] = rank.reader
-            self._wall_ns[name] = 0
+            self._add(name, rank.reader)
 
     def _discover(self) -> None:
         pass

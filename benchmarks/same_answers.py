@@ -69,7 +69,7 @@ def _record_layouts(folder: Path) -> None:
 
     from sentinel.monitor_config import MEASURED_LABELS
     from tests.layouts import builds
-    from tests.layouts.layout import Build, train
+    from tests.layouts.layout import Build, train_ranks
 
     everything = {"kinds": list(MEASURED_LABELS), "struct": True}
     layouts: dict[str, tuple[Build, int]] = {
@@ -82,7 +82,7 @@ def _record_layouts(folder: Path) -> None:
     }
     for name, (build, world) in layouts.items():
         torch.manual_seed(0)
-        train(folder / name, build, world, config=everything, num_steps=6)
+        train_ranks(folder / name, build, world, config=everything, num_steps=6)
 
 
 def _record_faults(folder: Path) -> None:
