@@ -28,7 +28,7 @@ class Lockstep:
         """Of the spools that count: newest step that has ended, newest of which there is anything, and how many steps before
         the former the one before ended, each with the number of spools."""
         self._num_unsure = 0
-        """Spools that count, of which no two such ends are known, or all nodes have not spoken since the first."""
+        """Spools that count, of which no two such ends are known, or all nodes have not spoken since the second."""
         self._has_proof = False
         """Whether any spool is proven."""
 

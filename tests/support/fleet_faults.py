@@ -632,7 +632,7 @@ class FaultyFleet:
             elif not join.is_dead and join.stopped_until and self.now >= join.stopped_until:
                 # It goes on with what it was about to do, and looks at the lease afterwards.
                 join.stopped_until = 0.0
-                if join.run is not None:
+                if join.run is not None and not join.is_waiting:
                     join.act()
         self.joins = [one for one in self.joins if not one.is_dead]
         while len(self.joins) < 2:
