@@ -31,6 +31,8 @@ class Lockstep:
         """Spools that count, of which no two such ends are known, or all nodes have not spoken since the second."""
         self._has_proof = False
         """Whether any spool is proven."""
+        self._doubted_at = -math.inf
+        """When `doubt` was called last."""
 
     @property
     def is_kept(self) -> bool:
@@ -69,8 +71,9 @@ class Lockstep:
             torn = None
         if kinds and kinds[-1][0] == _END_STEP and front.next > end.offset:
             torn = ends.pop()
+        has_gone_back = False
         for step in ends:
-            front.end(step, now)
+            has_gone_back |= front.end(step, now)
         front.torn = torn
         front.begun = max((step for kind, step in kinds if kind in _OF_STEPS), default=front.begun)
         if front.next < 0:
@@ -79,6 +82,8 @@ class Lockstep:
         front.here, front.grown = end, now
         front.has_left, front.is_over = bool(kinds) and kinds[-1][0] == _BYE, False
         self._count(front, 1)
+        if has_gone_back:
+            self.doubt(now)
         return True, bool(ends)
 
     def prove(self, folder: str, came: float) -> None:
@@ -87,13 +92,15 @@ class Lockstep:
         came: when the chunk did in which it ended.
         """
         front = self._fronts[folder]
-        if not front.is_proven and came >= front.to_prove:
+        if not front.is_proven and came >= max(front.to_prove, self._doubted_at):
             self._count(front, -1)
             front.is_proven = self._has_proof = True
             self._count(front, 1)
 
-    def doubt(self) -> None:
-        """Take note that there is a node that is waited for from now on: ranks of its own may train with the others."""
+    def doubt(self, now: float) -> None:
+        """Have all be proven anew, by what comes from now on: there is a node that is waited for, whose ranks may train with
+        the others, or a rank went back."""
+        self._doubted_at = now
         if self._has_proof:
             self._has_proof = False
             for front in self._fronts.values():
@@ -168,14 +175,16 @@ class _Front:
         self.has_left = self.is_over = False
         """Whether the process said goodbye, and whether the spool does not count."""
 
-    def end(self, step: int, now: float) -> None:
-        """Take note of the end of a step."""
-        if self.step is not None and step <= self.step:
+    def end(self, step: int, now: float) -> bool:
+        """Take note of the end of a step; return whether it goes back."""
+        has_gone_back = self.step is not None and step <= self.step
+        if has_gone_back:
             self.forget()
         if self.step is not None:
             self.stride = step - self.step
             self.to_prove = min(self.to_prove, now)
         self.step = step
+        return has_gone_back
 
     def forget(self) -> None:
         """Take note that ends may have been missed, or that training went back: others may be said to be where they were."""

@@ -182,7 +182,7 @@ class RunCopies:
                 why = f"run {self._name}: {why} give each its own --node; what they send is taken, of all of them"
                 self._tally.say(f"{self._name}/{node}/sessions", why)
         if self._lockstep is not None and not self.heard.is_live(node, now):
-            self._lockstep.doubt()
+            self._lockstep.doubt(now)
             # Its spools count from now on.
             self._look_at = now
         self.heard.take(beat, join, now)
