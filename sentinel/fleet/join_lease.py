@@ -141,7 +141,9 @@ class JoinLease:
         The broker may have lost the record of who followed us, and told us that we have it still. For any thread.
         """
         if self._held_until and (known := self._floor()) > self.held_epoch:
-            self.why_lost = f"the runs were judged under epoch {known} meanwhile, and the broker has lost its record of that"
+            self.why_lost = (
+                f"a run here was judged under epoch {known}, of which the broker knows nothing: it lost its store?"
+            )
             self.is_lost = True
 
     async def give_back(self, jetstream: JetStreamContext) -> None:

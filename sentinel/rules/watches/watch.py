@@ -138,15 +138,17 @@ class Watch:
             self.num_series = num_series
 
     def _gather(self, slots: np.ndarray | slice | None) -> State:
-        return self.state if slots is None else {name: array[slots] for name, array in self.state.items()}
+        """Return the state of some series, by itself: who fails while it learns leaves the whole as it was."""
+        if slots is None:
+            return self.state
+        return {
+            name: array[slots].copy() if isinstance(slots, slice) else array[slots] for name, array in self.state.items()
+        }
 
     def _scatter(self, part: State, slots: np.ndarray | slice | None) -> None:
         if slots is not None:
             for name, array in part.items():
-                whole = self.state[name]
-                # Of a slice what was changed in place is there.
-                if array.base is None or array.base is not (whole if whole.base is None else whole.base):
-                    whole[slots] = array
+                self.state[name][slots] = array
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
