@@ -40,6 +40,8 @@ STUCK_S = 3.0
 """A run of which chunks have waited so long waits for a node: the others' are held for two beats, half a second."""
 MAX_ANSWERED_BYTES = 256 * 2**10
 """Most bytes of commands in one answer; the others come with the next."""
+MAX_NAME_BYTES = 200
+"""Most bytes of the name of a run or a node."""
 IDLE_NODES_A_SECOND = 512
 """Of nodes that have nothing but heartbeats so many are to speak a second: these, and what is said beside them, are half of
 what a join of many nodes has to do."""
@@ -385,8 +387,13 @@ def _unknown_commands(folder: Path, known: set[str]) -> dict[str, bytes]:
     return found
 
 
-@functools.lru_cache(maxsize=8192)
 def _is_name(name: str) -> bool:
     """Return whether a run or a node may be called so: visible, no path, short enough for a folder, and no part of a run."""
+    # What is long is not remembered: names of strangers would fill the memory.
+    return 0 < len(name) <= MAX_NAME_BYTES and _is_folder(name)
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_folder(name: str) -> bool:
     is_path = "/" in name or name.startswith(".")
-    return name.isprintable() and not is_path and 0 < len(name.encode()) <= 200 and name not in PARTS_OF_A_RUN
+    return name.isprintable() and not is_path and len(name.encode()) <= MAX_NAME_BYTES and name not in PARTS_OF_A_RUN

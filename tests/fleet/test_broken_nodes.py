@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import WireError
-from sentinel.fleet import fetched_rows, run_copies, spool_copy
+from sentinel.fleet import copied_runs, fetched_rows, run_copies, spool_copy
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.heard_nodes import DEAF_S, FORGOTTEN_S, SILENT_S
@@ -274,3 +274,11 @@ def test_a_join_that_reads_a_long_backlog_keeps_its_lease(
         assert wait_for(lambda: not joined.intake.standby_of or joined.intake.lost) and not joined.intake.lost
     finally:
         joined.drop()
+
+
+def test_names_of_strangers_are_not_remembered_where_they_are_long() -> None:
+    copied_runs._is_folder.cache_clear()
+    for number in range(100):
+        assert not copied_runs._is_name(f"{number}" * 10_000)
+    assert copied_runs._is_folder.cache_info().currsize == 0
+    assert copied_runs._is_name("llama-7b") and not copied_runs._is_name("") and not copied_runs._is_name("\u00e9" * 101)
