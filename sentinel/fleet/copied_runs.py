@@ -103,16 +103,16 @@ class CopiedRuns:
             if self._held_bytes < MAX_HELD_BYTES:
                 return True
             now = self._clock()
-            stuck = [one for one in self._runs.values() if one.waits_s(now) >= STUCK_S]
-            if not any(one not in stuck and (one.held_bytes or one.on_the_way(now)) for one in self._runs.values()):
+            stuck = [one for one in self._runs.values() if one.waiting.waited_s(now) >= STUCK_S]
+            if not any(one not in stuck and (one.waiting.num_bytes or one.on_the_way(now)) for one in self._runs.values()):
                 return False
-            while self._held_bytes > MAX_HELD_BYTES // 2 and any(one.held_bytes for one in stuck):
-                max(stuck, key=lambda one: one.held_bytes).drop_newest(now)
+            while self._held_bytes > MAX_HELD_BYTES // 2 and any(one.waiting.num_bytes for one in stuck):
+                max(stuck, key=lambda one: one.waiting.num_bytes).drop_newest(now)
             return self._held_bytes < MAX_HELD_BYTES
 
     @property
     def _held_bytes(self) -> int:
-        return sum(run.held_bytes for run in self._runs.values())
+        return sum(run.waiting.num_bytes for run in self._runs.values())
 
     @property
     def held_bytes(self) -> int:
@@ -304,10 +304,10 @@ class CopiedRuns:
                 if (deaf := run.heard.deaf(now))
             ]
             problems += [
-                f"run {printable(name)}: {run.held_bytes >> 20} MiB wait for nodes that are behind, "
+                f"run {printable(name)}: {run.waiting.num_bytes >> 20} MiB wait for nodes that are behind, "
                 f"{', '.join(map(printable, run.waits_for(now)[:MAX_NODES_SAID]))}; more of it is dropped, and comes again"
                 for name, run in self._runs.items()
-                if run.held_bytes and now - run.dropped_at < SILENT_S
+                if run.waiting.num_bytes and now - run.waiting.dropped_at < SILENT_S
             ]
             rows = list(self._rows.values())
             counts = {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,11 +13,11 @@ from sentinel.fleet.copied_news import CopiedNews
 from sentinel.fleet.copied_pulses import CopiedPulses
 from sentinel.fleet.heard_nodes import SILENT_S, UNHEARD_S, HeardNodes
 from sentinel.fleet.intake_tally import IntakeTally
-from sentinel.fleet.lockstep import Lockstep
 from sentinel.fleet.sealed import AbsentNodes, Beat, FilePlace, SpoolChunk, SpoolHead, SpoolHeld
 from sentinel.fleet.shipper_sessions import ShipperSessions
 from sentinel.fleet.spool_copy import SpoolCopy
-from sentinel.fleet.spool_cursor import are_heartbeats, last_index, size_of
+from sentinel.fleet.spool_cursor import is_beyond, size_of
+from sentinel.fleet.waiting_chunks import WaitingChunks
 from sentinel.ingest.arrivals import Unheard
 from sentinel.printable import printable
 from sentinel.private_files import create_file, make_directory
@@ -32,27 +30,11 @@ WAITING_S = 10.0
 """Where chunks have waited so long for a node, those whose chunks these are were heard, though nothing of them is read."""
 WAITED_S = 5.0
 """Where a chunk has waited so long it is said for whom: two beats of nodes that speak every `MAX_PACE_S`, and a second."""
-LOOK_S = 5.0
-"""Seconds between two looks at whose process is gone: thousands are not looked through with each chunk."""
 ACKS_A_SECOND = 512
 """Of the files that say what is committed so many are looked at a second: thousands are not looked at with each beat. A node
 frees some seconds later what it need not keep."""
 OWNER = "node"
 """File in the folder of a copy that names the node from which it comes."""
-
-
-class _Held:
-    """A chunk that waits."""
-
-    __slots__ = ("begin", "came", "chunk", "end", "has_end", "is_beats", "is_here")
-
-    def __init__(self, chunk: SpoolChunk, came: float) -> None:
-        self.chunk, self.came = chunk, came
-        self.begin, self.end = FilePlace(chunk.file, chunk.offset), FilePlace(chunk.file, chunk.offset + chunk.num_bytes)
-        self.is_beats = not (chunk.size or chunk.away) and are_heartbeats(chunk.data)
-        """It is heartbeats and nothing else."""
-        self.is_here = self.has_end = False
-        """Whether all that is before it is here, and whether a step ends in it."""
 
 
 class RunCopies:
@@ -64,10 +46,7 @@ class RunCopies:
         self.copies: dict[str, SpoolCopy] = {}
         """Folder of a spool -> its copy."""
         self.heard = HeardNodes()
-        self.held_bytes = 0
-        """Bytes of the chunks that wait."""
-        self.dropped_at = -math.inf
-        """When a chunk was last forgotten for want of room."""
+        self.waiting = WaitingChunks(self.copies, self._is_live, has_lockstep=has_lockstep)
         self.news = CopiedNews()
         """What was written to the copies since it was taken."""
         self._run_dir, self._tally = run_dir, tally
@@ -79,15 +58,6 @@ class RunCopies:
         self._witnesses: dict[str, int] = {}
         """Folder of a spool -> bytes of what witnesses saw of it that are here."""
         self._owners: dict[str, str] = {}
-        self._held = OrderedDict[_Held, None]()
-        """In the order in which they came. What goes out of turn leaves nothing here: nobody counts what it would hold."""
-        self._held_of = defaultdict[str, list[_Held]](list)
-        """Folder of a spool -> what of it waits, in the order in which it came."""
-        self._lockstep = Lockstep() if has_lockstep else None
-        self._ending = dict[str, None]()
-        """Folders of spools of which an end of a step waits that goes on where what is here ends."""
-        self._look_at = 0.0
-        """When to look next whose process is gone."""
         self._numbers: dict[str, tuple[str, int]] = {}
         """Node -> `number` of its newest beat."""
         self._sessions = ShipperSessions()
@@ -99,9 +69,8 @@ class RunCopies:
     def begin(self, now: float) -> None:
         """Give the nodes of what is here as long to report as any that falls silent."""
         self.heard.begin(self._owners.values(), now)
-        if self._lockstep is not None:
-            for folder in self._owners:
-                self._lockstep.begin(folder, now)
+        for folder in self._owners:
+            self.waiting.begin(folder, now)
 
     def recall(self) -> bool:
         """Go on with the copies that an earlier process began; return whether there are any."""
@@ -158,8 +127,7 @@ class RunCopies:
             self._tally.note_disk(f"{path}: {error.strerror or error}")
             return self._tally.disk_problem
         self._owners[folder], self.copies[folder] = node, SpoolCopy(path)
-        if self._lockstep is not None:
-            self._lockstep.begin(folder, self.heard.newest_beat)
+        self.waiting.begin(folder, self.heard.newest_beat)
         self._compare_heads(folder)
         return ""
 
@@ -181,10 +149,8 @@ class RunCopies:
                 why = f"several shippers speak as node {node}, in turn: are there two machines with this name?"
                 why = f"run {self._name}: {why} give each its own --node; what they send is taken, of all of them"
                 self._tally.say(f"{self._name}/{node}/sessions", why)
-        if self._lockstep is not None and not self.heard.is_live(node, now):
-            self._lockstep.doubt(now)
-            # Its spools count from now on.
-            self._look_at = now
+        if not self.heard.is_live(node, now):
+            self.waiting.doubt(now)
         self.heard.take(beat, join, now)
         if node not in self._spoken and not beat.num_quiet:
             self._spoken.add(node)
@@ -198,7 +164,7 @@ class RunCopies:
             return SpoolHeld(FilePlace(), refused=refused)
         copy = self.copies[folder]
         former = self._heads.get(folder)
-        if former is None or not _is_beyond(former.head, head.head):
+        if former is None or not is_beyond(former.head, head.head):
             # A beat that was on its way for longer than the next one knows less.
             self._heads[folder] = head
             self._compare_heads(folder)
@@ -212,20 +178,20 @@ class RunCopies:
             self._witnesses[folder] = size_of(copy.folder / WITNESS)
         return SpoolHeld(
             copy.place, acked, self._witnesses[folder], num_away=copy.num_away(acked), gap=copy.gap,
-            is_waiting=bool(self._held_of[folder]),
+            is_waiting=bool(self.waiting.of(folder)),
         )  # fmt: skip
 
     def absent(self, now: float, of_any: Mapping[str, float]) -> AbsentNodes:
         """As `HeardNodes.absent`."""
-        return self.heard.absent(now, of_any, self.waits_for(now) if self.waits_s(now) >= WAITED_S else ())
+        return self.heard.absent(now, of_any, self.waits_for(now) if self.waiting.waited_s(now) >= WAITED_S else ())
 
     # What waits for whom.
 
     def on_the_way(self, now: float) -> frozenset[str]:
         """Return the folders of spools of which more is known to exist than is here, or more waits here for long."""
         behind = {one for one in self._behind if now - self.heard.at.get(self._owners[one], -SILENT_S) < SILENT_S}
-        if self.waits_s(now) >= WAITING_S:
-            behind.update(folder for folder, waiting in self._held_of.items() if waiting)
+        if self.waiting.waited_s(now) >= WAITING_S:
+            behind.update(self.waiting.folders())
         return frozenset(behind)
 
     def unheard(self, now: float) -> dict[str, Unheard]:
@@ -245,111 +211,48 @@ class RunCopies:
     def _is_behind(self, folder: str, head: FilePlace) -> bool:
         """Return whether a spool that ends at `head` holds more than its copy, heartbeats that wait here apart."""
         place = self.copies[folder].place
-        if (head.file == place.file and head.offset <= place.offset) or not _is_beyond(head, place):
+        if (head.file == place.file and head.offset <= place.offset) or not is_beyond(head, place):
             return False
         # A rank beats once a second: if its heartbeats were waited for it would be behind for good, and hang unseen.
-        for held in self._held_of.get(folder, ()):
-            if not held.is_beats or held.begin != place:
+        for one in self.waiting.of(folder):
+            if not one.is_beats or one.begin != place:
                 return True
-            place = held.end
-            if not _is_beyond(head, place):
+            place = one.end
+            if not is_beyond(head, place):
                 return False
         return True
 
     def hold(self, chunk: SpoolChunk, now: float) -> None:
         """Keep a chunk of a spool that was claimed, until `release`."""
-        held, copy = _Held(chunk, now), self.copies[chunk.folder]
-        if self._lockstep is not None:
-            held.is_here, held.has_end = self._lockstep.take(chunk, copy.place, now, is_beats=held.is_beats)
-            if held.has_end:
-                self._ending[chunk.folder] = None
-        self._held[held] = None
-        self._held_of[chunk.folder].append(held)
-        self.held_bytes += len(chunk.data)
+        self.waiting.hold(chunk, now)
         if chunk.folder in self._behind:
             # What waits behind what waited makes nobody behind who was not.
             self._compare_heads(chunk.folder)
 
-    def waits_s(self, now: float) -> float:
-        """Return for how long the oldest chunk has waited."""
-        oldest = self._oldest
-        return now - oldest.came if oldest is not None else 0.0
-
     def waits_for(self, now: float) -> list[str]:
         """Return the nodes that the oldest chunk waits for."""
-        oldest = self._oldest
+        oldest = self.waiting.oldest
         return self.heard.not_seen(oldest.came, now) if oldest is not None else []
-
-    @property
-    def _oldest(self) -> _Held | None:
-        return next(iter(self._held), None)
 
     def release(self, now: float, may_act: Callable[[], bool]) -> int:
         """Write what no node may be behind of; return the bytes that are new. may_act: asked before each chunk."""
         self._pulses.write_silent(self.heard.at, now)
-        until, num_new = self.heard.seen_until(now) if self._held else now, 0
-        while (held := self._oldest) is not None and held.came <= until and may_act():
-            num_new += self._let_out(held)
-            if self._lockstep is not None and held.has_end:
-                self._lockstep.prove(held.chunk.folder, held.came)
-        if self._lockstep is None:
-            return num_new
-        if now >= self._look_at:
-            self._look_at = now + LOOK_S
-            self._lockstep.look(
-                lambda folder: self.heard.is_live(self._owners[folder], now), lambda folder: bool(self._held_of[folder]), now
-            )
-        for folder in self._lockstep.kept_by(self._ending) if self._ending else ():
-            num_new += self._let_out_ends(folder, may_act)
+        until, num_new = self.heard.seen_until(now) if self.waiting.oldest is not None else now, 0
+        for chunk in self.waiting.due(until, now, may_act):
+            wrote = self._write(chunk)
+            if not wrote or chunk.folder in self._behind:
+                # What is written was no reason to be behind, and what was is nearer.
+                self._compare_heads(chunk.folder)
+            num_new += wrote
         return num_new
-
-    def _let_out_ends(self, folder: str, may_act: Callable[[], bool]) -> int:
-        """Write what of a spool is here up to the newest end of a step; return the bytes that are new."""
-        here = [one for one in self._held_of[folder] if one.is_here]
-        num_ending = max((at for at, one in enumerate(here, 1) if one.has_end), default=0)
-        num_new = 0
-        for one in here[:num_ending]:
-            if not may_act():
-                return num_new
-            num_new += self._let_out(one)
-        self._ending.pop(folder, None)
-        return num_new
-
-    def _let_out(self, held: _Held) -> int:
-        """Write a chunk that waited; return the bytes that are new."""
-        self._forget_held(held)
-        chunk = held.chunk
-        wrote = self._write(chunk)
-        if not wrote or chunk.folder in self._behind:
-            # What is written was no reason to be behind, and what was is nearer.
-            self._compare_heads(chunk.folder)
-        self._compare_place(held)
-        return wrote
 
     def drop_newest(self, now: float) -> None:
         """Forget the chunk that came last: its node sends it again."""
-        held = next(reversed(self._held))
-        self._forget_held(held)
-        if self._lockstep is not None and held.is_here:
-            self._lockstep.forget(held.chunk.folder)
-        self._compare_heads(held.chunk.folder)
-        self.dropped_at = now
+        self._compare_heads(self.waiting.drop_newest(now).folder)
         self._tally.counts["dropped"] += 1
 
-    def _forget_held(self, held: _Held) -> None:
-        del self._held[held]
-        self._held_of[held.chunk.folder].remove(held)
-        self.held_bytes -= len(held.chunk.data)
-
-    def _compare_place(self, held: _Held) -> None:
-        """See whether of what waited of a spool all was written: the disk may not have taken it."""
-        if self._lockstep is None:
-            return
-        folder = held.chunk.folder
-        place = self.copies[folder].place
-        is_lost = held.is_here and _is_beyond(held.end, place)
-        if is_lost or not (self._held_of[folder] or self._lockstep.is_here(folder, place)):
-            self._lockstep.forget(folder)
+    def _is_live(self, folder: str, now: float) -> bool:
+        return self.heard.is_live(self._owners[folder], now)
 
     def _write(self, chunk: SpoolChunk) -> int:
         copy, counts = self.copies[chunk.folder], self._tally.counts
@@ -370,12 +273,6 @@ class RunCopies:
         counts["repeated"] += copy.num_repeated - repeated
         counts["dropped"] += copy.num_dropped - dropped
         return num_new
-
-
-def _is_beyond(head: FilePlace, place: FilePlace) -> bool:
-    if head.file == place.file:
-        return head.offset > place.offset
-    return last_index(head.file) > last_index(place.file)
 
 
 def _put(path: Path, data: bytes) -> None:

@@ -173,6 +173,13 @@ def last_index(name: str) -> int:
     return -1 if known is None else known if isinstance(known, int) else known.last
 
 
+def is_beyond(head: FilePlace, place: FilePlace) -> bool:
+    """Return whether one place in a spool lies behind another."""
+    if head.file == place.file:
+        return head.offset > place.offset
+    return last_index(head.file) > last_index(place.file)
+
+
 def _aligned(data: bytes) -> int:
     """Return the bytes of the whole frames in front; of all where there are none: a part of a long frame, or a torn one."""
     at = 0

@@ -15,7 +15,7 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.heard_nodes import SILENT_S
 from sentinel.fleet.lockstep import QUIET_S, Lockstep
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.run_copies import LOOK_S
+from sentinel.fleet.waiting_chunks import LOOK_S
 from sentinel.fleet.sealed import Answer, Beat, Published, SpoolChunk, seal, unseal
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler
@@ -166,7 +166,7 @@ def test_a_step_is_judged_though_nobody_speaks(tmp_path: Path) -> None:
 def test_a_node_that_comes_back_is_waited_for_at_once(tmp_path: Path) -> None:
     fleet = begun(tmp_path)
     run = fleet.copies._runs["run"]
-    while run._look_at - fleet.now > TURN_S:
+    while run.waiting._look_at - fleet.now > TURN_S:
         fleet.go(TURN_S)
     for beat in fleet.nodes[2].beats(is_leaving=True):
         fleet.copies.take_beat(beat, is_drained=True)
@@ -205,7 +205,7 @@ def test_what_was_read_out_of_turn_is_let_go_of(tmp_path: Path) -> None:
             fleet.copies.take(one)
         fleet.go(TURN_S)
     assert fleet.steps[-1] == 13
-    assert sum(len(one.chunk.data) for one in run._held) == fleet.copies.held_bytes
+    assert sum(len(one.chunk.data) for one in run.waiting._all) == fleet.copies.held_bytes
 
 
 def test_heartbeats_wait_for_all_to_speak(tmp_path: Path) -> None:
