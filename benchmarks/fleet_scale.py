@@ -119,7 +119,7 @@ class Fleet:
         while self.now < until:
             self.now += BEAT_S
             for at, node in enumerate(self._nodes):
-                if self.now >= until or self.now - self._spoke[at] >= node.pause_s:
+                if self.now - self._spoke[at] >= node.pause_s:
                     self._spoke[at] = self.now
                     self._speak(node)
             for node in self._nodes:
