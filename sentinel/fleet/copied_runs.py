@@ -9,26 +9,24 @@ behind. A node that was silent for `SILENT_S` is waited for no more: its ranks a
 from __future__ import annotations
 
 import functools
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
 
 from sentinel.control.command_files import COMMAND_FILE
 from sentinel.errors import WireError
-from sentinel.fleet.digest_book import ReadyRoom
+from sentinel.fleet.copies_health import health_of
 from sentinel.fleet.fetched_rows import FetchedRows
-from sentinel.fleet.heard_nodes import FORGOTTEN_S, MAX_NODES_SAID, SILENT_S
+from sentinel.fleet.heard_nodes import FORGOTTEN_S
 from sentinel.fleet.intake_tally import IntakeTally
+from sentinel.fleet.rows_of_runs import RowsOfRuns
 from sentinel.fleet.run_copies import RunCopies
 from sentinel.fleet.sealed import MAX_COMMANDS, PLAIN_VERSION, Answer, Beat, DigestPiece, Published, RowsPiece, SpoolChunk
 from sentinel.fleet.worker_epochs import WorkerEpochs
 from sentinel.ingest.arrivals import Arrivals
-from sentinel.join_health import JoinHealth, NodeHealth
+from sentinel.join_health import JoinHealth
 from sentinel.printable import printable
 from sentinel.run_name import PARTS_OF_A_RUN
 
@@ -67,11 +65,13 @@ class CopiedRuns:
         self.directory, self.join = directory, join
         self.tally = IntakeTally(clock, on_problem)
         self.counts = self.tally.counts
-        self._clock, self._wait, self._has_lockstep = clock, wait, has_lockstep
+        self._clock, self._has_lockstep = clock, has_lockstep
         self._epochs = WorkerEpochs(clock)
         self._runs: dict[str, RunCopies] = {}
-        self._rows: dict[str, FetchedRows] = {}
-        self._room = ReadyRoom()
+        self._rows = RowsOfRuns(
+            directory, lambda run: self._runs.get(run), is_refused=lambda: bool(self.tally.disk_problem), clock=clock,
+            wait=wait,
+        )  # fmt: skip
         self._heard: dict[str, float] = {}
         """Node -> when it spoke last, of whatever run."""
         self._begun, self._begin_s = clock(), begin_s
@@ -91,8 +91,7 @@ class CopiedRuns:
             self._begun, self._runs = self._clock(), found
             for run in found.values():
                 run.begin(self._begun)
-            for rows in self._rows.values():
-                rows.forget()
+            self._rows.forget_all()
 
     def has_room(self) -> bool:
         """Return whether anything more may be taken from the stream, which is that of all runs.
@@ -162,7 +161,7 @@ class CopiedRuns:
                 self.counts["refused"] += 1
                 return
             try:
-                self._rows_of(piece.run).take_digest(piece)
+                self._rows.of(piece.run).take_digest(piece)
             except WireError as error:
                 self.tally.say(f"{piece.run}/{piece.node}/digest", f"run {printable(piece.run)}: {error}")
 
@@ -178,7 +177,7 @@ class CopiedRuns:
                 self.counts["repeated"] += 1
                 return
             try:
-                self.counts["rows_bytes"] += self._rows_of(piece.run).take_rows(piece, copy.fill)
+                self.counts["rows_bytes"] += self._rows.of(piece.run).take_rows(piece, copy.fill)
             except OSError as error:
                 # They are asked for until they can be written.
                 self.tally.note_disk(f"{copy.folder}: {error.strerror or error}")
@@ -203,7 +202,7 @@ class CopiedRuns:
                 return None
             if beat.is_leaving:
                 self._epochs.forget(beat.node)
-            rows, now = self._rows_of(beat.run), self._clock()
+            rows, now = self._rows.of(beat.run), self._clock()
             self._heard[beat.node] = now
             spools = run.take_beat(beat, self.join, now)
             return Answer(
@@ -235,8 +234,8 @@ class CopiedRuns:
     def _forget_ended(self, now: float) -> None:
         """Let go of the digests of runs of which no node has spoken for an hour: of many runs they would fill the memory."""
         for name, run in self._runs.items():
-            if now - run.heard.newest_beat >= FORGOTTEN_S and name in self._rows:
-                self._rows[name].forget()
+            if now - run.heard.newest_beat >= FORGOTTEN_S:
+                self._rows.forget(name)
 
     def refuse(self, what: str, why: str) -> None:
         """As `IntakeTally.refuse`, for any thread."""
@@ -248,33 +247,12 @@ class CopiedRuns:
     def rows_of(self, run: str) -> FetchedRows:
         """Return where the digests of a run are, and the rows that its copies have not got."""
         with self._lock:
-            return self._rows_of(run)
+            return self._rows.of(run)
 
     def end(self, why: str) -> None:
         """Have nobody wait for rows any more. why: in words."""
         with self._lock:
-            for rows in self._rows.values():
-                rows.why_ended = why
-
-    def _rows_of(self, run: str) -> FetchedRows:
-        found = self._rows.get(run)
-        if found is None:
-            found = self._rows[run] = FetchedRows(
-                self.directory / run, owner=functools.partial(self._owner, run),
-                is_heard=functools.partial(self._is_heard, run), is_refused=lambda: bool(self.tally.disk_problem),
-                wait=self._wait, room=self._room,
-            )  # fmt: skip
-        return found
-
-    # For the thread that judges, without the lock: each reads one entry.
-
-    def _owner(self, run: str, folder: str) -> str:
-        known = self._runs.get(run)
-        return "" if known is None else known.owner(folder)
-
-    def _is_heard(self, run: str, node: str) -> bool:
-        known = self._runs.get(run)
-        return known is not None and self._clock() - known.heard.at.get(node, -math.inf) < SILENT_S
+            self._rows.end(why)
 
     # How it is.
 
@@ -287,40 +265,8 @@ class CopiedRuns:
     def health(self) -> JoinHealth:
         """Return what is known of nodes, of what is held, and of what went wrong."""
         with self._lock:
-            now = self._clock()
-            nodes = _by_node(one for run in self._runs.values() for one in run.heard.health(now))
-            silent = sorted(one.node for one in nodes if one.silent_s >= SILENT_S)
-            problems = []
-            if silent:
-                more = f" and {len(silent) - MAX_NODES_SAID} more" if len(silent) > MAX_NODES_SAID else ""
-                names = ", ".join(map(printable, silent[:MAX_NODES_SAID])) + more
-                problems.append(f"nodes that said nothing for {SILENT_S:g} s or longer, and are waited for no more: {names}")
-            if self._held_bytes >= MAX_HELD_BYTES:
-                problems.append(f"{self._held_bytes >> 20} MiB are held for nodes that are behind: nothing more is taken")
-            problems += [
-                f"run {printable(name)}: nodes that speak and do not hear the answers, and are waited for no more: "
-                f"{', '.join(map(printable, deaf[:MAX_NODES_SAID]))}; are they given our --key, and may their login hear?"
-                for name, run in self._runs.items()
-                if (deaf := run.heard.deaf(now))
-            ]
-            problems += [
-                f"run {printable(name)}: {run.waiting.num_bytes >> 20} MiB wait for nodes that are behind, "
-                f"{', '.join(map(printable, run.waits_for(now)[:MAX_NODES_SAID]))}; more of it is dropped, and comes again"
-                for name, run in self._runs.items()
-                if run.waiting.num_bytes and now - run.waiting.dropped_at < SILENT_S
-            ]
-            rows = list(self._rows.values())
-            counts = {
-                **self.counts,
-                "digested_steps": sum(one.num_steps for one in rows),
-                "fetched_steps": sum(one.num_fetched for one in rows),
-                "gone_frames": sum(one.num_gone for one in rows),
-            }
-            return JoinHealth(
-                nodes=nodes, num_silent=len(silent), held_bytes=self._held_bytes,
-                are_copies_refused=bool(self.tally.disk_problem), counts=counts,
-                problems=(*self.tally.problems(), *problems),
-            )  # fmt: skip
+            counts = self._rows.counts()
+            return health_of(self._runs, self.tally, counts, self._clock(), max_held_bytes=MAX_HELD_BYTES)
 
     def _run(self, name: str, node: str) -> RunCopies | None:
         """Return a run, which begins with this where it is new; None: it may not be called so."""
@@ -350,18 +296,6 @@ class CopiedRuns:
         why = f"node {printable(said.node[:64])}: {who} speaks of it, and a worker of epoch {newest} has it: that is refused"
         self.tally.say(f"{said.node[:64]}/epoch/{said.epoch}", why)
         return True
-
-
-def _by_node(found: Iterable[NodeHealth]) -> tuple[NodeHealth, ...]:
-    """Return one for each node, which may have ranks of several runs."""
-    nodes = dict[str, NodeHealth]()
-    for one in found:
-        other = nodes.get(one.node, one)
-        nodes[one.node] = msgspec.structs.replace(
-            one, silent_s=min(one.silent_s, other.silent_s), lag_s=max(one.lag_s, other.lag_s),
-            lag_bytes=one.lag_bytes + (other.lag_bytes if other is not one else 0),
-        )  # fmt: skip
-    return tuple(nodes.values())
 
 
 def _unknown_commands(folder: Path, known: set[str]) -> dict[str, bytes]:
