@@ -206,6 +206,8 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
             )
             first.edit(**off)
             last = first.obeyed(5, 20)
+        # A new attempt has withdrawn what still stands, and a busy daemon may not have seen that it is over.
+        ordered = first.changes()
         recorded = {path: path.stat().st_size for path in (tmp_path / "run" / "spool").rglob("*.spool")}
         first.edit(kinds=["param", "activation"], collect_times=30, black_box=False)
         with trainer(tmp_path, config, first_step=100_000) as second:  # dynamic and on from the start, then static
@@ -230,7 +232,7 @@ def test_the_six_scenarios_of_a_config_edited_while_two_ranks_train(tmp_path: Pa
 
     assert 'unknown key "blak_box"; did you mean "black_box"?' in broken
     assert forbidden
-    assert first.changes() == [on, longer, changed, again, last]
+    assert ordered == [on, longer, changed, again, last]
     assert final["config"]["problem"] == ""
     assert all(path.stat().st_size >= size for path, size in recorded.items()) and recorded
     for rank in range(NUM_RANKS):
