@@ -252,7 +252,8 @@ def drain(where: Path, outage_s: float) -> None:
         f"  back at real time after {took:.1f} s, of which {first:.1f} s until the first verdict: "
         f"{drained * STEP_S / took:.1f} times real time, {drained * STEP_S / max(1e-9, took - first):.1f} from then on"
     )
-    for when, seconds in written.items():
+    # After a short outage there is nothing to be drained.
+    for when, seconds in ((when, seconds) for when, seconds in written.items() if seconds):
         ordered = sorted(seconds)
         print(f"  a step written, {when}: median {1e3 * statistics.median(ordered):.2f} ms, "
               f"p99 {1e3 * ordered[int(0.99 * (len(ordered) - 1))]:.2f} ms ({len(ordered)} steps)")  # fmt: skip

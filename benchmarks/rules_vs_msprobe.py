@@ -72,6 +72,8 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < WARM + TURN:
+        parser.error(f"--steps: expected {WARM + TURN} at least, {WARM} of which are not timed, got {options.steps}")
     if importlib.util.find_spec("msprobe") is None:
         print("msProbe is not installed; pip install mindstudio-probe", file=sys.stderr)
     elif options.worker:
