@@ -65,6 +65,8 @@ class RankPartOfStep:
     end_step: EndStep | None = None
     num_rows: int = 0
     """Rows that came."""
+    has_away: bool = False
+    """Whether the rows of any of its frames are away."""
     last_seq: int = 0
     """The highest number of its frames."""
     layout_id: int = 0
@@ -85,6 +87,7 @@ class RankPartOfStep:
         if not isinstance(message, EndStep):
             self.rows.append((header.seq, header.row_count, record))
             self.num_rows += header.row_count
+            self.has_away |= record.frame.num_bytes_away > 0
         elif self.end is None:
             self.end, self.end_step = record, message
         else:
@@ -158,6 +161,8 @@ class RankPartOfStep:
 
     def has_away_until(self, last_seq: int) -> bool:
         """Return whether the rows of any of its frames up to last_seq are away."""
+        if last_seq >= self.last_seq:
+            return self.has_away
         return any(record.frame.num_bytes_away and seq <= last_seq for seq, _, record in self.rows)
 
     def away_until(self, last_seq: int) -> list[AwayFrame]:
