@@ -133,18 +133,25 @@ class RunFollower:
         order = self._order
         unread = self._in_order(self._unread)
         ahead = order.ahead(unread)
+        waits = {*order.behind, *ahead}
         for folder in unread:
-            if folder not in order.behind and folder not in ahead:
+            if folder not in waits:
                 num_bytes += self._read(folder, final=final, is_told=is_told)
         records: list[SpoolRecord] = []
-        while order.behind and not (num_bytes >= POLL_BYTES and (records := order.due())):
+        while order.behind or ahead:
+            if ahead and not order.is_ahead(ahead[0]):
+                # Whom it was ahead of has been read: it is next, before anything is handed out that others wrote since.
+                num_bytes += self._read(ahead.popleft(), final=final, is_told=is_told)
+                continue
+            if num_bytes >= POLL_BYTES and (records := order.due()):
+                break
             folder = order.furthest_behind()
             before = self._readers[folder].position
             num_bytes += self._read(folder, final=final, is_told=is_told)
             if self._readers[folder].position == before and folder in order.behind:
                 break  # unreadable just now
         records = records or order.due()
-        newest = [self._screening.newest_of(folder) for folder in order.behind | ahead]
+        newest = [self._screening.newest_of(folder) for folder in (*order.behind, *ahead)]
         self.behind = {incarnation.id for incarnation in newest if incarnation is not None}
         self.behind |= {record.incarnation.id for record in order.waiting}
         for record in records:

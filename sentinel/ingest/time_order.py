@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from sentinel.ingest.incarnation import SpoolRecord
@@ -70,12 +71,14 @@ class TimeOrder:
             heapq.heappop(self._by_time)
         return folder
 
-    def ahead(self, folders: Iterable[str]) -> set[str]:
-        """Return which of these folders, none of them behind, are ahead of one that is."""
-        if not self.behind:
-            return set()
-        oldest = self._wall_ns[self.furthest_behind()]
-        return {folder for folder in folders if folder not in self.behind and self._wall_ns[folder] > oldest}
+    def ahead(self, folders: Iterable[str]) -> deque[str]:
+        """Return which of these folders, none of them behind, are ahead of one that is; the furthest ahead last."""
+        found = (folder for folder in folders if folder not in self.behind and self.is_ahead(folder))
+        return deque(sorted(found, key=self._wall_ns.__getitem__))
+
+    def is_ahead(self, folder: str) -> bool:
+        """Return whether a spool was read further than one that is behind."""
+        return bool(self.behind) and self._wall_ns[folder] > self._wall_ns[self.furthest_behind()]
 
 
 def _time(record: SpoolRecord) -> int:

@@ -303,3 +303,26 @@ def test_a_final_poll_hands_out_what_waits_for_several_that_have_nothing_more(ru
 
     assert {record.incarnation.rank for record in last} == {3} and last[-1].frame.header.step == 2
     assert not follower.behind
+
+
+def test_what_is_newer_is_not_handed_out_before_a_spool_that_waited_for_one_that_was_behind(run_dir: Path) -> None:
+    run = SyntheticRun(run_dir, dp=3, ranks=[0, 1])
+    on_the_way = frozenset({run.folder(0).name})
+    follower = RunFollower(run_dir, arrivals=lambda: Arrivals(on_the_way))
+
+    def write(rank: int, step: int) -> None:
+        run.clock.advance(0.1)
+        run.write_rank(rank, step)
+
+    write(0, 0)
+    write(1, 0)
+    found = drain(follower)
+    # What was on the way is here, and a third rank has begun that waits for nobody.
+    on_the_way = frozenset()
+    write(0, 1)
+    write(1, 1)
+    run.start(2)
+    write(2, 1)
+    found += drain(follower)
+
+    assert spoken(found) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)]
