@@ -242,6 +242,10 @@ class Attempts:
             found = self.newest + 1 if newest is None or incarnation.rank in newest.sessions else self.newest
         return found
 
+    def is_of(self, newcomer: Incarnation, number: int) -> bool:
+        """Return whether an incarnation that has no step yet is one of an attempt's, as far as is known."""
+        return self.group_of(newcomer) == number and not self._is_of_another_world(newcomer, number)
+
     def received_of(self, incarnation: Incarnation, replays: Iterable[Decision | Tick]) -> tuple[int, dict[int, int | None]]:
         """Return the newest step that was judged with an incarnation, and what is known of steps above it
         (`run_losses.silent`).

@@ -121,7 +121,12 @@ def _described(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPa
     """Return the ranks that are not in a step and whose descriptor no earlier decision has, ranks rising."""
     if not attempts.newcomers and len(chosen) == len(attempt.sessions):
         return ()
-    absent = {incarnation.rank: incarnation for incarnation in attempts.newcomers.values() if incarnation.rank not in chosen}
+    # One of a later attempt describes another world: of this one it would be said that its ranks disagree.
+    absent = {
+        incarnation.rank: incarnation
+        for incarnation in attempts.newcomers.values()
+        if incarnation.rank not in chosen and attempts.is_of(incarnation, attempt.number)
+    }
     absent |= {rank: session.incarnation for rank, session in attempt.sessions.items() if rank not in chosen}
     return tuple(
         DescribedRank(rank=rank, incarnation=incarnation.id, layout_id=incarnation.layout_id)

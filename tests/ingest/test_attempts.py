@@ -114,3 +114,14 @@ def test_ranks_of_a_start_that_nobody_counted_are_not_those_of_the_next_one(run_
     followed.listen()
 
     assert [(view.attempt, view.step) for view in followed.views] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("attempt", [1, 0, None], ids=["counted by the launcher", "counted as the same", "not counted"])
+def test_who_begins_the_next_attempt_in_another_world_is_no_part_of_this_one(run_dir: Path, attempt: int | None) -> None:
+    run = SyntheticRun(run_dir, dp=2, attempt=None if attempt is None else 0)
+    run.write(2)
+    SyntheticRun(run_dir, dp=4, attempt=attempt, first_step=2, seed=1, clock=run.clock)
+    followed = FollowedRun(run_dir)
+    followed.listen()
+
+    assert [(one.step, one.described) for one in followed.decisions] == [(0, ()), (1, ())]
