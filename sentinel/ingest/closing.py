@@ -67,6 +67,9 @@ class Closing:
             return found
         if any(session.incarnation.id in behind for session in oldest.sessions.values()):
             return None
+        if any(self._attempts.attempt_of(one) is None for one in behind):
+            # None of its steps was read yet, and the first may be one of these.
+            return None
         return DueStep(oldest, oldest.oldest_open, "superseded")
 
     def _why_closed(
@@ -76,9 +79,9 @@ class Closing:
         waiting = attempt.waited_for(step, self._attempts.returning())
         if not waiting:
             return "complete"
-        if behind and any(
-            incarnation.rank in waiting and incarnation.id in behind for incarnation in self._received.incarnations.values()
-        ):
+        known = self._received.incarnations
+        # Of one that is behind and of which nothing was handed out nobody knows here whose rank it is.
+        if any(one not in known or known[one].rank in waiting for one in behind):
             return ""
         newest_step = attempt.newest_step if settled_step is None else min(attempt.newest_step, settled_step)
         if self._late_after_steps and newest_step - step >= self._late_after_steps:

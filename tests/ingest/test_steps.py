@@ -10,6 +10,7 @@ import pytest
 from sentinel.decision import Decision
 from sentinel.ingest.attempts import MAX_SILENT
 from sentinel.ingest.follow import RunFollower
+from sentinel.ingest.merge import ClosedStep
 from sentinel.ingest.steps import StepAssembler, snapshot_positions
 from sentinel.messages import Health
 from sentinel.testing import SyntheticRun
@@ -536,3 +537,30 @@ def test_of_ranks_that_nobody_heard_only_the_first_are_named(run_dir: Path) -> N
 
     assert [len(decision.missing) for decision in followed.decisions] == [MAX_SILENT] * 2
     assert list(followed.decisions[0].missing) == list(range(1, MAX_SILENT + 1))
+
+
+def test_who_is_behind_is_waited_for_though_nothing_of_it_was_handed_out(run_dir: Path) -> None:
+    run = SyntheticRun(run_dir, dp=2, ranks=[0])
+    run.write(4)
+    followed = FollowedRun(run_dir)
+    followed.assembler.take(followed.follower.poll(), 0.0)
+    late = run.start(1)
+
+    assert not list(followed.assembler.close(0.0, {late}))
+    assert [one.step for one in followed.assembler.close(0.0)] == [0, 1]
+
+
+def test_steps_wait_for_who_is_behind_before_its_first_step_whatever_attempt_has_begun_since(run_dir: Path) -> None:
+    run = SyntheticRun(run_dir, dp=2)
+    late = run.incarnation(1)
+    run.write(1, ranks=[0])
+    run.restart(0, attempt=1)
+    run.write(1)
+    followed = FollowedRun(run_dir)
+    followed.assembler.take(followed.follower.poll(), 0.0)
+
+    assert not list(followed.assembler.close(0.0, {late}))
+    decisions = [one.decision for one in followed.assembler.close(0.0) if isinstance(one, ClosedStep)]
+    assert [(one.attempt, one.why, one.missing) for one in decisions if one is not None] == [
+        (0, "superseded", {1: "never started"}), (1, "complete", {}),
+    ]  # fmt: skip
