@@ -64,26 +64,23 @@ class SpoolCopy:
         """Write a chunk, and what waited for it; return the bytes that are new on the disk. WireError: no file's name."""
         if last_index(chunk.file) < 0:
             raise WireError(f"spool {self.folder.name}: expected a spool file, got {chunk.file[:64]!r} at {chunk.offset}")
-        self._arrived = None
+        self._arrived, former = None, self.place
         num_new = self._write(chunk)
         if num_new is None:
             self._keep(chunk)
             return 0
-        if num_new == 0:
+        if num_new == 0 and self.place == former:
             self.num_repeated += 1
             return 0
-        while self._early:
-            self._arrived = None
-            more = 0
+        has_moved = True
+        while self._early and has_moved:
+            self._arrived, has_moved = None, False
             for key, one in sorted(self._early.items()):
                 wrote = self._write(one)
                 if wrote is not None:
                     del self._early[key]
                     self._early_bytes -= ROOM_BYTES + len(one.data)
-                    more += wrote
-            if not more:
-                break
-            num_new += more
+                    num_new, has_moved = num_new + wrote, True
         self.gap = max((one.turn for one in self._early.values()), default=-1)
         return num_new
 

@@ -117,7 +117,8 @@ class SpoolCursor:
         if kept != self._kept:
             self._kept, self._kept_offset = kept, 0
         found = read_window(self.folder / kept.name, self._kept_offset, max_bytes)
-        if found is None or not found[0]:
+        # Of one of which nothing was kept that it is there is handed out: what lies behind it goes on from it.
+        if found is None or (not found[0] and (self._kept_offset or size_of(self.folder / kept.name))):
             self._kept, self._kept_offset = None, 0
             return None
         data, size = found

@@ -204,6 +204,27 @@ def test_files_that_stayed_empty_are_passed_over_where_others_lie_behind_them(tm
     assert spool_bytes(copy) == spool_bytes(spool)
 
 
+def test_what_lies_behind_a_thinned_file_of_which_nothing_was_kept_is_sent(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, "a")
+    spool, copy = tmp_path / "a" / "run" / "spool" / FOLDER, fleet.joined / "run" / "spool" / FOLDER
+    write(spool, "000001.000000-1.spool", b"")
+    write(spool, "000002.spool", b"x" * 1000)
+    fleet.talk()
+    # Nor does it wait to be sent again where the empty one comes last.
+    for chunk in reversed(list(fleet.chunks("a"))):
+        fleet.copies.take_chunk(chunk)
+    fleet.talk()
+    fleet.talk()
+    fleet.copies.release()
+    fleet.talk()
+
+    assert spool_bytes(copy) == spool_bytes(spool) and not fleet.copies.on_the_way("run")
+    fleet.restarted("j2")
+    write(spool, "000002.spool", b"x" * 2000)
+    fleet.settle()
+    assert spool_bytes(copy) == spool_bytes(spool)
+
+
 def test_a_spool_is_its_first_node_s_and_the_other_is_named(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, "a", "b")
     for node, data in (("a", b"right" * 100), ("b", b"wrong" * 200)):
