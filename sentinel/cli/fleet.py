@@ -16,7 +16,7 @@ from sentinel.cli.broker_options import broker_options
 from sentinel.cli.fleet_up import up
 from sentinel.cli.main import to_stderr
 from sentinel.errors import ConfigError, SentinelError, StoreError
-from sentinel.fleet.broker import BrokerConfig, error_words, without_password
+from sentinel.fleet.broker import BrokerConfig, error_words, what_to_do, without_password
 from sentinel.fleet.broker_users import RUN_CREDENTIALS, STATUS, nsc_command, user_of
 from sentinel.fleet.overheard import NodeStatus, overhear
 from sentinel.fleet.sealed import WorkerReport
@@ -135,12 +135,12 @@ def _unreached(broker: BrokerConfig, errors: Sequence[Exception]) -> SentinelErr
     for error in errors:
         if isinstance(error, ssl.SSLCertVerificationError):
             known_by = f'in --tls-ca "{broker.ca_file}"' if broker.ca_file else "that this system trusts, without --tls-ca"
-            mend = "name the certificate of the server's authority with --tls-ca"
-            if "mismatch" in error.verify_message:
-                mend = "name the server in --server as its certificate does"
             return ConfigError(
-                f"{broker.shown}: expected a certificate by an authority {known_by}, got: {error.verify_message}; {mend}"
+                f"{broker.shown}: expected a certificate by an authority {known_by}, got: {error.verify_message}; "
+                f"{what_to_do(error, broker)}"
             )
+        if mend := what_to_do(error, broker):
+            return ConfigError(f"{broker.shown}: {without_password(error_words(error))}; {mend}")
     words = _other_words(errors)
     got = f": {'; '.join(words)}" if words else " no answer within 5 s"
     return StoreError(f"{broker.shown}: expected a NATS server, got{got}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.fleet.broker_credentials import Login, NkeyCredentials, read_credentials, read_login
+from sentinel.fleet.broker_credentials import AUTHORITY_WORDS, Login, NkeyCredentials, read_credentials, read_login
 from sentinel.fleet.join_lease import MAX_RECORDS
 from sentinel.fleet.subjects import FRAMES, FRAMES_STREAM, LEASE, LEASES, PARTITIONS, PARTITIONS_STREAM, RAW, STREAM, inbox
 from sentinel.printable import printable
@@ -130,6 +130,24 @@ def error_words(error: Exception) -> str:
     return getattr(error, "description", None) or str(error) or type(error).__name__
 
 
+def what_to_do(error: Exception, config: BrokerConfig) -> str:
+    """Return how whoever runs this mends an error of a connection; empty: it passes by itself, or nobody knows."""
+    words = error_words(error).lower()
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if "mismatch" in error.verify_message:
+            return "name the server in --server as its certificate does"
+        return "name the certificate of the server's authority with --tls-ca"
+    login = config.login_file or config.creds_file or "no --login"
+    if any(word in words for word in AUTHORITY_WORDS):
+        return f"it lets nobody in with {login}: give --login, or --creds, the file of a user that it knows"
+    if "permissions violation" in words:
+        return (
+            f"the user of {login} may not: give --login, or --creds, the file of who this is: of the node of --node "
+            "and of this run, of a join, a worker, or status; `sentinel fleet rights` prints what each may"
+        )
+    return ""
+
+
 def nats_client(tls: Callable[[], ssl.SSLContext | None] = lambda: None) -> Any:
     """Return the library's client, not connected; ConfigError: it is not installed. tls: as of `BrokerClient`."""
     try:
@@ -150,11 +168,16 @@ async def connect(config: BrokerConfig, name: str, on_connected: Callable[[], Aw
         if config.on_error is not None:
             config.on_error(error)
             return
+        if client.is_closed:
+            return  # how an end went that was asked for: TLS says that the server sent something meanwhile
         # Each of several servers has words of its own, in turn.
         words = f"{type(error).__name__}: {error}".rstrip(": ")
         if words not in said and len(said) < MAX_SAID:
             said.add(words)
-            log.warning("broker %s: %s; it is tried again", config.shown, without_password(words))
+            log.warning(
+                "broker %s: %s; it is tried again%s", config.shown, without_password(words),
+                f"; {mend}" if (mend := what_to_do(error, config)) else "",
+            )  # fmt: skip
 
     async def connected() -> None:
         said.clear()

@@ -9,9 +9,7 @@ from typing import Any
 from nats.aio.client import Client
 from nats.errors import Error
 
-AUTHORITY_WORDS = ("authorization", "authentication")
-"""One of these is in what a server says as it ends a connection whose credentials it takes no more: they expired, or were
-revoked, or a configuration that it read again knows them no more. After a refusal of permissions it goes on."""
+from sentinel.fleet.broker_credentials import AUTHORITY_WORDS
 
 
 class BrokerClient(Client):

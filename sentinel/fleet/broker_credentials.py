@@ -18,6 +18,10 @@ CREDS_PARTS = "a user's JWT and the seed of its nkey, as `nsc generate creds` wr
 _JWT = re.compile(r"-{3,}BEGIN NATS USER JWT-{3,}\s+([A-Za-z0-9_.-]+)\s+-{3,}END")
 _SEED = re.compile(r"-{3,}BEGIN USER NKEY SEED-{3,}\s+(SU[A-Z2-7]+)\s+-{3,}END")
 
+AUTHORITY_WORDS = ("authorization", "authentication")
+"""One of these is in what a server says as it ends a connection whose credentials it takes no more: they expired, or were
+revoked, or a configuration that it read again knows them no more. After a refusal of permissions it goes on."""
+
 
 class Login(NamedTuple):
     """A user of the server's own configuration."""

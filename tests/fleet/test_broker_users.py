@@ -226,6 +226,28 @@ def test_status_says_why_it_hears_nobody(broker: OwnBroker, tmp_path: Path, caps
     assert f"got {node.login_file}, which may not hear sn.*.beat.*" in line and "that of the user status" in line
 
 
+@pytest.mark.server
+@pytest.mark.slow
+def test_whoever_has_a_login_of_another_or_none_is_told_what_to_give(
+    broker: OwnBroker, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = broker.access("node-1")
+
+    async def speak_as_another() -> None:
+        client = await within(60.0, connect(node, "test"))
+        await client.publish(subjects.beat("run", "node-2"), b"")
+        async with asyncio.timeout(60.0):
+            while "violation" not in caplog.text:
+                await asyncio.sleep(0.01)
+        await client.close()
+
+    asyncio.run(speak_as_another())
+    assert f"the user of {node.login_file} may not: give --login" in caplog.text and "the node of --node" in caplog.text
+
+    assert run_cli(["fleet", "status", "--server", node.server, "--tls-ca", node.ca_file]) == BAD_USAGE
+    assert "it lets nobody in with no --login: give --login" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_named_with_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["fleet", "status", "--server", "tls://127.0.0.1:1", "--tls-ca", "nope.pem"]) == BAD_USAGE
 

@@ -15,8 +15,8 @@ from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.heard_nodes import SILENT_S
 from sentinel.fleet.lockstep import QUIET_S, Lockstep
 from sentinel.fleet.node_runs import NodeRuns
-from sentinel.fleet.waiting_chunks import LOOK_S
 from sentinel.fleet.sealed import Answer, Beat, Published, SpoolChunk, seal, unseal
+from sentinel.fleet.waiting_chunks import LOOK_S
 from sentinel.ingest.follow import RunFollower
 from sentinel.ingest.steps import StepAssembler
 from sentinel.messages import Heartbeat
