@@ -53,7 +53,10 @@ class RunWatch:
         """
         behind, is_replaying = self._follower.behind, self._assembler.is_replaying
         # Where many ranks write there is always something new: caught up is who left nothing unread.
-        self.tracker.look(mono, behind, is_caught_up=not behind and not is_replaying, unheard=self._follower.unheard)
+        self.tracker.look(
+            mono, behind, is_caught_up=not behind and not is_replaying, unheard=self._follower.unheard,
+            followed=self._follower.followed,
+        )  # fmt: skip
         if is_replaying:
             return
         now = self.tracker.now

@@ -49,6 +49,9 @@ class RunFollower:
         """Bytes of frames read so far."""
         self.behind: set[bytes] = set()
         """Incarnations of which more is on disk than was read, which therefore do not count as late."""
+        self.followed: set[bytes] = set()
+        """The newest known incarnation of each rank of which another has written, and nothing of that was read: it may be
+        over, and its silence tells nothing."""
         self.unheard: Mapping[str, Unheard] = NOBODY
         """Folders of spools, as of `Arrivals`, as of the newest poll."""
         self._arrivals, self._first_file = arrivals, first_file
@@ -151,9 +154,10 @@ class RunFollower:
             if self._readers[folder].position == before and folder in order.behind:
                 break  # unreadable just now
         records = records or order.due()
-        newest = [self._screening.newest_of(folder) for folder in (*order.behind, *ahead)]
-        self.behind = {incarnation.id for incarnation in newest if incarnation is not None}
+        newest = {folder: self._screening.newest_of(folder) for folder in (*order.behind, *ahead)}
+        self.behind = {incarnation.id for incarnation in newest.values() if incarnation is not None}
         self.behind |= {record.incarnation.id for record in order.waiting}
+        self.followed = self._followed_by([folder for folder, incarnation in newest.items() if incarnation is None])
         for record in records:
             incarnation, frame = record.incarnation, record.frame
             self._handed[incarnation.folder] = (
@@ -163,6 +167,13 @@ class RunFollower:
                 min(frame.header.seq, incarnation.max_seq),
             )
         return records
+
+    def _followed_by(self, folders: Collection[str]) -> set[bytes]:
+        """Return the newest known incarnation of each rank that has one of these spools."""
+        ranks = {named[0] for folder in folders if (named := parse_incarnation_folder(folder)) is not None}
+        if not ranks:
+            return set()
+        return {one.id for one in {one.rank: one for one in self.incarnations.values() if one.rank in ranks}.values()}
 
     def _in_order(self, folders: Collection[str]) -> list[str]:
         """Return folders in the order in which they were found; those that nobody reads are left out."""

@@ -62,10 +62,16 @@ class LivenessTracker:
         """Incarnation of which more is on disk than was read -> since when."""
 
     def look(
-        self, mono: float, behind: Collection[bytes], *, is_caught_up: bool, unheard: Mapping[str, Unheard] = NOBODY
+        self,
+        mono: float,
+        behind: Collection[bytes],
+        *,
+        is_caught_up: bool,
+        unheard: Mapping[str, Unheard] = NOBODY,
+        followed: Collection[bytes] = (),
     ) -> None:
         """Let time pass; call it at each look at the spool, after `receive`. behind: incarnations with more on disk than was
-        read. unheard: folders, as of `Arrivals`.
+        read. unheard: folders, as of `Arrivals`. followed: as of `RunFollower`.
 
         is_caught_up: all that was there has been read: what comes from now on is live.
         """
@@ -73,10 +79,13 @@ class LivenessTracker:
             self.now += min(max(mono - self._mono, 0.0), MAX_LOOK_S)
         self._mono = mono
         # What is on its way for a moment says nothing of a rank: now and then there is something of each that beats.
-        self._behind_since = {one: self._behind_since.get(one, self.now) for one in behind}
+        self._behind_since = {one: self._behind_since.get(one, self.now) for one in (*behind, *followed)}
         for incarnation, since in self._behind_since.items():
             one = self._progress.get(incarnation)
-            if one is not None and self.now - since >= BACK_S and one.incarnation.folder not in unheard:
+            if one is None or self.now - since < BACK_S:
+                continue
+            # Of a rank that has begun elsewhere the former machine may well be gone.
+            if incarnation in followed or one.incarnation.folder not in unheard:
                 one.received_at = one.moved_at = self.now
         self._is_watching = self._is_watching or is_caught_up
 

@@ -105,7 +105,9 @@ class BeatingFleet:
         unheard = self.follower.unheard
         self.tracker.receive(records, unheard)
         is_caught_up = not self.follower.behind
-        self.tracker.look(self.now, self.follower.behind, is_caught_up=is_caught_up, unheard=unheard)
+        self.tracker.look(
+            self.now, self.follower.behind, is_caught_up=is_caught_up, unheard=unheard, followed=self.follower.followed
+        )
 
     def waiting_s(self) -> list[float]:
         """Return for how long what waits has waited, as each node says of its spools."""
@@ -178,6 +180,29 @@ def test_the_ranks_of_a_node_that_fell_silent_are_silent_from_then_on_and_no_oth
     fleet.stopped.clear()
     fleet.hang(30)
     assert max(fleet.silent_s()) < BACK_S and not fleet.follower.unheard
+
+
+def test_ranks_that_were_begun_again_are_not_silent_while_what_they_write_waits_for_a_node_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    fleet = BeatingFleet(tmp_path, 3, HEARTBEATS_S)
+    fleet.hang(5.0)
+    fleet.stopped.add(2)
+    former = set(fleet.follower.incarnations)
+    fleet.run.restart(3, attempt=1)
+    for rank in range(3):
+        # The third rank is begun again on the second machine: its own is lost.
+        there = tmp_path / f"node{min(rank, 1)}" / "run" / "spool" / fleet.run.folder(rank).name
+        there.symlink_to(fleet.run.folder(rank))
+    for node in fleet.nodes[:2]:
+        node.discover()
+
+    longest_s = 0.0
+    while not set(fleet.follower.incarnations) > former:
+        fleet.hang(LOOK_S)
+        longest_s = max(longest_s, *map(fleet.tracker.silence_s, former))
+    assert len(fleet.follower.incarnations) == 6
+    assert longest_s < SILENT_S / 2
 
 
 def test_what_no_broker_takes_waits(tmp_path: Path) -> None:
