@@ -30,6 +30,8 @@ class LookedUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """Who waited for whom, the longest first."""
     num_unread: int = 0
     """Spools that were not looked into, for want of time."""
+    num_without_rows: int = 0
+    """Ranks of which no row is here, though they recorded some: these lie on their machines."""
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -39,6 +41,8 @@ class _Told(msgspec.Struct, frozen=True):
     order: RankOrder
     end: EndStep | None
     calls: tuple[Vector, ...]
+    has_rows: bool
+    """Whether any that it recorded is here, or it recorded none."""
     descriptor: Descriptor
     """Its tensors are those of the calls."""
 
@@ -75,9 +79,11 @@ class KeptSteps:
                 )
             ),
             num_unread=lookup.num_unread,
+            num_without_rows=sum(not one.has_rows for one in newest.values()),
         )
         self._kept.pop((run_dir, step), None)
-        if not made.num_unread:
+        # Rows that come later change neither the names nor the lengths of files.
+        if not made.num_unread and not made.num_without_rows:
             self._kept[run_dir, step] = (lookup.seen, made)
             while len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -90,4 +96,5 @@ def _told(found: FoundPart, age: tuple[int, float], orders: RankOrders) -> _Told
     wanted = {one.tensor for one in calls}
     tensors = tuple(one for one in part.descriptor.tensors if one.id in wanted) if wanted else ()
     end = part.end_step and msgspec.structs.replace(part.end_step, scalars={}, samples=(), due={})
-    return _Told(age, orders.of(part), end, calls, msgspec.structs.replace(part.descriptor, tensors=tensors))
+    has_rows = bool(len(part.rows)) or part.end_step is None or not part.end_step.num_rows
+    return _Told(age, orders.of(part), end, calls, has_rows, msgspec.structs.replace(part.descriptor, tensors=tensors))

@@ -47,6 +47,10 @@ FOLDED = (
     "The micro-steps of this step are folded into one row each, so that their order is not known. per_micro_step: true in "
     "the trainer's configuration keeps them apart."
 )
+ROWS_AWAY = (
+    "What {ranks} recorded in this step lies on their machines: `sentinel node` and `sentinel worker` send the rows of what "
+    "is looked at closely alone, so that the order of passes is not known. With `sentinel ship` to the join it is."
+)
 NO_WAITS = "No rank recorded how long it waited for others in this step."
 NO_CALLS = (
     "Who waited for whom, call by call, is known where probes: {comm: {log_only: true}} in the trainer's configuration "
@@ -220,7 +224,7 @@ def _answer(
         "events": [_event(one, row_of) for one in events],
         "num_events": num_found,
         "waits": msgspec.to_builtins(waits[:MOST_WAITS]),
-        "notes": [*notes, *_notes(orders, ends, is_recorded, bool(waits))],
+        "notes": [*notes, *_away(recorded), *_notes(orders, ends, is_recorded, bool(waits))],
     }
 
 
@@ -282,6 +286,13 @@ def _event(one: SpreadEvent, row_of: Mapping[int, int]) -> dict[str, Any]:
         "num_ranks": len(one.ranks),
         "rows": sorted(rows)[:MOST_LISTED],
     }
+
+
+def _away(recorded: LookedUpStep | None) -> list[str]:
+    if recorded is None or not recorded.num_without_rows:
+        return []
+    num_ranks, num_away = len(recorded.orders), recorded.num_without_rows
+    return [ROWS_AWAY.format(ranks="the ranks" if num_away == num_ranks else f"{num_away} of {num_ranks} ranks")]
 
 
 def _notes(orders: Sequence[RankOrder], ends: Mapping[int, EndStep | None], is_recorded: bool, has_waits: bool) -> list[str]:

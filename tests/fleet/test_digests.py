@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sentinel.daemon.pipeline_api import ROWS_AWAY, PipelineQueries, PipelineRequest
+from sentinel.daemon.serving import ServedRun
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.overheard import overhear
 from sentinel.rules.engine import Engine
@@ -17,7 +20,7 @@ from sentinel.testing import BitFlip, BlowUp, LossJump, SyntheticRun
 from ..support.fleet_parts import CONFIG, Join, Shipper, assert_same_results, bytes_of, go_on, nan_on, split
 from ..support.nats_broker import NatsBroker
 from ..support.results import anomalies
-from ..support.serving import judge_run, small_run
+from ..support.serving import judge_run, served, small_run
 from ..support.waiting import wait_for
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -73,6 +76,34 @@ def test_digests_come_to_the_bytes_of_one_daemon(tmp_path: Path, broker: NatsBro
     counts = join.copies.health().counts
     assert (counts["digested_steps"], counts["fetched_steps"]) == (rows.num_steps, rows.num_fetched)
     assert rows.num_steps >= STEPS - 14 and 0 < rows.num_fetched < STEPS // 2 and not rows.num_gone
+
+
+def test_a_step_whose_rows_lie_on_the_nodes_is_drawn_once_they_have_come_and_says_so_before(
+    tmp_path: Path, broker: NatsBroker
+) -> None:
+    run = small_run(tmp_path / "whole" / "run", ranks_per_host=2)
+    run.write(8)
+    nodes = split(run.directory, tmp_path, 2)
+    join = Join(tmp_path / "joined", broker.url)
+    shippers = [Shipper(path, path.name, broker.url, KINDS) for path in nodes]
+    wait_for(lambda: join.turn() or join.copies.rows_of("run").num_steps >= 7)
+    queries, asked = PipelineQueries(), PipelineRequest(run="run", step=5)
+
+    def told(source: ServedRun) -> dict[str, Any]:
+        return queries.answer(source, asked, 7) | {"notes": []}
+
+    assert join.run is not None
+    before = queries.answer(join.run, asked, 7)
+    assert before["notes"][0] == ROWS_AWAY.format(ranks="the ranks") and not before["num_columns"]
+    run.end()
+    go_on(run, nodes)
+    # Each sends its rows as it ends, for nothing of them is committed.
+    assert [one.end() for one in shippers] == [True, True]
+    wait_for(lambda: join.turn() or told(join.run)["num_columns"])
+    judge_run(run.directory, CONFIG)
+    with contextlib.closing(served(run.directory)) as whole:
+        assert told(join.run) == PipelineQueries().answer(whole, asked, 7) | {"notes": []}
+    join.finish()
 
 
 @pytest.mark.long
