@@ -105,15 +105,24 @@ async def overhear(
         await client.close()
     # What a worker says in a node's name knows more than what the node says to it.
     found = {**to_workers, **beats}
+    join = next((one.join for one in answers.values() if one.stamp), "")
     return [
-        _status(beat, answers.get(key), absent.get(beat.run, _NOBODY), is_unheard=key in to_workers.keys() - by_workers)
+        _status(
+            beat,
+            answers.get(key),
+            absent.get(beat.run, _NOBODY),
+            is_unheard=key in to_workers.keys() - by_workers,
+            join=join,
+        )
         for key, beat in sorted(found.items())
     ]
 
 
-def _status(beat: Beat, answer: Answer | None, absent: AbsentNodes = _NOBODY, *, is_unheard: bool) -> NodeStatus:
+def _status(
+    beat: Beat, answer: Answer | None, absent: AbsentNodes = _NOBODY, *, is_unheard: bool, join: str = ""
+) -> NodeStatus:
     """Return how a node is. absent: of its run, as the newest answer has it, to whomever. is_unheard: it ships to workers,
-    and none answers."""
+    and none answers. join: one that answers others; empty: none does."""
     said = answer.spools if answer is not None else {}
     blocked = [beat.blocked] if beat.blocked else []
     blocked += beat.refused
@@ -122,7 +131,8 @@ def _status(beat: Beat, answer: Answer | None, absent: AbsentNodes = _NOBODY, *,
     if is_unheard:
         blocked.append(f"no worker answers, partition {partition}")
     elif answer is None:
-        blocked.append("no join answers")
+        not_this = f"join {join} answers other nodes and not this one: has it the join's --key? See /healthz of the join"
+        blocked.append(not_this if join else "no join answers")
     return NodeStatus(
         run=beat.run, node=beat.node, num_spools=len(beat.spools) + beat.num_quiet,
         waiting_bytes=sum(one.waiting_bytes for one in beat.spools.values()),

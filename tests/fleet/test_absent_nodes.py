@@ -178,6 +178,18 @@ def test_status_goes_by_the_newest_answer_of_a_join_to_any_node_of_the_run(monke
     ]  # fmt: skip
 
 
+def test_status_says_whether_any_join_answers_where_none_answers_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = [Beat(1, node, "run", ("", 0), {}, []) for node in ("n1", "n2")]
+    spoken = [(subjects.beat("run", one.node), one) for one in beats]
+    answered = (subjects.answer("run", "n1"), ANSWER)
+    lost = (subjects.answer("run", "n1"), msgspec.structs.replace(ANSWER, stamp=0))
+
+    refused = "join j1 answers other nodes and not this one: has it the join's --key? See /healthz of the join"
+    assert [one.blocked for one in said(monkeypatch, *spoken, answered)] == [[], [refused]]
+    assert [one.blocked for one in said(monkeypatch, *spoken, lost)] == [[], ["no join answers"]]
+    assert [one.blocked for one in said(monkeypatch, *spoken)] == [["no join answers"]] * 2
+
+
 @pytest.mark.server
 @pytest.mark.slow
 def test_status_says_that_a_node_is_stopped_and_ends_with_1(
