@@ -90,7 +90,7 @@ def publish(
     runs = NodeRuns(
         where, node or socket.gethostname(), digested_kinds=digested_kinds, on_problem=problem, is_signed=key is not None
     )
-    shipping = Shipping(runs, broker, drain_s=drain_s, key=key, ways=ways)
+    shipping = Shipping(runs, broker, drain_s=drain_s, key=key, ways=ways, says_unanswered=digested_kinds is None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: shipping.stop())
     # `sentinel fleet up` starts us with SIGTERM held back.

@@ -17,7 +17,7 @@ from sentinel.errors import WireError
 from sentinel.fleet import subjects
 from sentinel.fleet.broker import LEAVE_S, BrokerConfig, connect, error_words
 from sentinel.fleet.ended_tasks import end_all
-from sentinel.fleet.node_runs import ASKED_BEAT_S, BEAT_S
+from sentinel.fleet.node_runs import ASKED_BEAT_S, BEAT_S, UNANSWERED_S
 from sentinel.fleet.run_key import RunKey
 from sentinel.fleet.sealed import Answer, Beat, Published, in_messages, seal, seal_published, unseal
 from sentinel.fleet.subjects import TO_JOIN, Ways
@@ -104,9 +104,12 @@ class Shipping:
         drain_s: float = 10.0,
         key: RunKey | None = None,
         ways: Ways = TO_JOIN,
+        says_unanswered: bool = False,
     ) -> None:
         """drain_s: longest time after `stop` until all that the spools hold is held by the join. key: by which beats are
         signed, and answers known, as `runs` wants them; None: they are not. ways: to whom it is published.
+
+        says_unanswered: where nobody answers for `UNANSWERED_S` the log says so; else somebody else does.
         """
         self._key, self._ways = key, ways
         self.blocked = ""
@@ -125,6 +128,9 @@ class Shipping:
         """When it was seen first that nothing of what is published is answered; None: it is, if only by errors."""
         self._answered_at = 0.0
         """When the join answered last, monotonic seconds, or another server was gone to."""
+        self._says_unanswered, self._has_said = says_unanswered, False
+        self._heard_at = 0.0
+        """When anything was answered last, or nothing was asked, monotonic seconds."""
         self._leave_s = LEAVE_S
         self._heard: set[str] = set()
         """Subjects of answers that are subscribed to."""
@@ -156,7 +162,7 @@ class Shipping:
         client = await connecting
         log.info("%s: shipping %s to %s", self._runs.who, self._runs.directory, self._broker.shown)
         try:
-            self._answered_at = time.monotonic()
+            self._answered_at = self._heard_at = time.monotonic()
             if self._runs.node is None:
                 await self._hear(client, subjects.ANSWERS)
             beating, publishing = asyncio.ensure_future(self._beat(client)), asyncio.ensure_future(self._ship(client))
@@ -284,8 +290,9 @@ class Shipping:
         """Go to another server of the broker, if this one does not bring us further."""
         now = time.monotonic()
         if not client.is_connected:
-            self._unheard_since, self._answered_at = None, now
+            self._unheard_since, self._answered_at, self._heard_at = None, now, now
             return
+        self._say_unanswered(now - self._heard_at)
         is_unheard = self._unheard_since is not None and now - self._unheard_since >= self._leave_s
         if len(client.servers) > 1 and (is_unheard or now - self._answered_at >= UNANSWERED * self._leave_s):
             why = "answers nothing of what is published" if is_unheard else "brings no answer of a join"
@@ -293,6 +300,16 @@ class Shipping:
             self._unheard_since, self._answered_at = None, now
             self._leave_s = min(LONGEST_STAY_S, 2 * self._leave_s)
             await client.force_reconnect()
+
+    def _say_unanswered(self, seconds: float) -> None:
+        """Say once that nobody answers."""
+        if not self._says_unanswered or self._has_said or seconds < UNANSWERED_S:
+            return
+        self._has_said = True
+        log.warning(
+            "%s: no %s has answered for %.0f s: is there one, has it our --key, and may our login hear it? spools keep what "
+            "is new meanwhile; `sentinel fleet status` says who answers", self._runs.who, self._ways.taker, seconds,
+        )  # fmt: skip
 
     async def _say(self, client: Client, *, is_leaving: bool = False) -> None:
         from nats.errors import Error
@@ -302,7 +319,7 @@ class Shipping:
         beats = list(self._runs.beats(blocked=self.blocked, is_ending=self._stop.is_set(), is_leaving=is_leaving))
         if not beats:
             # Nothing was asked that a join could answer.
-            self._answered_at = time.monotonic()
+            self._answered_at = self._heard_at = time.monotonic()
         for beat in beats:
             with contextlib.suppress(Error, OSError):
                 if self._runs.node is not None:
@@ -326,6 +343,7 @@ class Shipping:
         except WireError as error:
             log.warning("%s: %s: %s", self._runs.who, message.subject, error)
             return
-        self._answered_at, self._leave_s = time.monotonic(), LEAVE_S
+        self._answered_at = self._heard_at = time.monotonic()
+        self._leave_s, self._has_said = LEAVE_S, False
         has_signature = self._key is not None and self._key.has_signed(message.subject, message.data, message.headers)
         self._runs.take_answer(answer, has_signature=has_signature)

@@ -83,16 +83,18 @@ def in_partition(subjects: str, partition: int) -> str:
 
 
 class Ways(NamedTuple):
-    """How a node speaks with whoever takes its spools: the stream of its chunks, and functions of a run and a node."""
+    """How a node speaks with whoever takes its spools: who that is, the stream of its chunks, and functions of a run and a
+    node."""
 
+    taker: str
     stream: str
     chunk: Callable[[str | None, str], str]
     beat: Callable[[str | None, str], str]
     answer: Callable[[str | None, str], str]
 
 
-TO_JOIN = Ways(STREAM, raw, beat, answer)
-TO_WORKERS = Ways(FRAMES_STREAM, frames, frames_beat, frames_answer)
+TO_JOIN = Ways("join", STREAM, raw, beat, answer)
+TO_WORKERS = Ways("worker", FRAMES_STREAM, frames, frames_beat, frames_answer)
 
 
 def inbox(user: str) -> str:

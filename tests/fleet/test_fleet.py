@@ -18,7 +18,10 @@ from sentinel.control.commands import RunCommands
 from sentinel.fleet.broker import BrokerConfig, connect, ensure_streams
 from sentinel.fleet.copied_runs import CopiedRuns
 from sentinel.fleet.join_lease import JoinLease, LeaseTimes
+from sentinel.fleet.node_runs import NodeRuns
 from sentinel.fleet.overheard import overhear
+from sentinel.fleet.run_key import RunKey
+from sentinel.fleet.shipping import Shipping
 from sentinel.testing import LossJump
 from sentinel.wire.spool import read_ack, write_ack
 
@@ -250,6 +253,30 @@ def test_acks_and_commands_come_back_and_status_says_where_it_stands(tmp_path: P
         assert one.head == one.held
     assert [one.end() for one in shippers] == [True, True]
     join.finish()
+
+
+def test_a_shipper_that_nobody_answers_says_so_once(
+    tmp_path: Path, broker: NatsBroker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sentinel.fleet.shipping.UNANSWERED_S", 1.0)
+    run = small_run(tmp_path / "whole" / "run")
+    run.write(2)
+    (node,) = split(run.directory, tmp_path, 1)
+    join = Join(tmp_path / "joined", broker.url, key=RunKey(b"k" * 32))
+    shipping = Shipping(NodeRuns(node, "node0"), BrokerConfig(server=broker.url), drain_s=0.0, says_unanswered=True)
+
+    async def ship() -> bool:
+        task = asyncio.ensure_future(shipping.run())
+        async with asyncio.timeout(60.0):
+            while "no join has answered" not in caplog.text:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+        shipping.stop()
+        return await task
+
+    assert not asyncio.run(ship())
+    assert caplog.text.count("node node0: no join has answered for 1 s: is there one, has it our --key") == 1
+    join.drop()
 
 
 def test_a_torn_tail_and_a_file_pruned_early_are_judged_as_on_one_disk(tmp_path: Path, broker: NatsBroker) -> None:
