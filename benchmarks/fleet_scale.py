@@ -11,8 +11,8 @@ A step is made every `--step-s` seconds; behind it each rank writes a heartbeat 
 as they do. All nodes say at one moment that the step has ended; the join takes it in as fast as it can, and looks at what
 came each time that took it a tenth of a second (`TURN_S`), and whenever the clock goes on. With `--paced-as` nodes that have
 nothing but heartbeats speak as often as a join of so many nodes asks them to: what it says of each node then holds for a
-fleet of that size. What is not in it is the client of the broker, of which a node sends one or two messages a second and
-hears as many.
+fleet of that size. What is not in it is the client of the broker (`fleet_client.py`), over which a node sends one message or
+two a second and hears half as many. What it takes to read the messages' file is left out.
 
 The bytes of each step are freed once they are shipped, and so many nodes as fit work at a time (`GROUP_NODES`), so that
 16,384 ranks fit into a machine; the join then takes in what all said in the order of its time.
@@ -246,6 +246,19 @@ def _read(said: Path) -> Iterator[tuple[float, bool, bytes]]:
             yield pickle.load(file)
 
 
+def _read_all(said: Sequence[Path]) -> Iterator[tuple[float, bool, bytes]]:
+    """Yield what all groups said, in the order of its time."""
+    return heapq.merge(*map(_read, said), key=operator.itemgetter(0))
+
+
+def _reading_s(said: Sequence[Path]) -> float:
+    """Return the processor time that it takes to read what is said behind the first steps, which no broker would ask for."""
+    began = 0.0
+    for _, _, data in _read_all(said):
+        began = began or (0.0 if data else time.process_time())
+    return time.process_time() - began
+
+
 def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str, Any]:
     """Take in what the groups of a fleet said, and judge it; returns what that took. Called in a process of its own."""
     now = [100.0]
@@ -283,7 +296,7 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
 
     warm_s = 0.0
     is_steady = False
-    for at, is_beat, data in heapq.merge(*map(_read, said), key=operator.itemgetter(0)):
+    for at, is_beat, data in _read_all(said):
         begun = time.process_time()
         if at != now[0] or begun - turned_at >= TURN_S:
             turn()
@@ -311,7 +324,7 @@ def join(said: Sequence[Path], joined: Path, *, has_collector: bool) -> dict[str
     if garbage is not None:
         garbage.turn(time.monotonic() + LATEST_S, is_idle=True)
     found = {
-        "intake_s": took - turns_s, "warm_s": warm_s, "judged_s": turns_s,
+        "intake_s": took - turns_s - _reading_s(said), "warm_s": warm_s, "judged_s": turns_s,
         "num_judged": len(told.at) - num_judged, "longest_s": max(verdicts), "verdicts": verdicts,
         "told_s": max(waits),
         "num_digested": rows.num_steps,

@@ -30,7 +30,7 @@ def make_directory(path: Path) -> None:
             one.chmod(0o700)
 
 
-def create_file(path: Path, flags: int) -> int:
+def create_file(path: Path | str, flags: int) -> int:
     """Return the descriptor of a file opened with `flags`, mode 0600 if it is made now; OSError as `os.open`."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

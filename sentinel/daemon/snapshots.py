@@ -100,15 +100,21 @@ class Acknowledgement:
         """Why it could not be written; empty: it could."""
         self._spool_dir = spool_dir
         self._former: dict[str, SpoolPosition] = {}
+        self._acked: dict[str, tuple[int, int]] = {}
+        """Folder -> (file index, offset) that was written there last: of ranks that are gone it stays so."""
 
     def advance(self, positions: dict[str, SpoolPosition]) -> None:
         """Acknowledge what the snapshot before the newest does not need. positions: what the newest needs, by folder."""
         # Two snapshots are kept, for the newer may prove unreadable: what the older one needs must stay.
         former, self._former = self._former, positions
         for folder, position in former.items():
+            place = position.file_index, position.offset
+            if self._acked.get(folder) == place:
+                continue
             try:
-                write_ack(self._spool_dir / folder, position.file_index, position.offset)
+                write_ack(self._spool_dir / folder, *place)
             except OSError as error:
                 self.problem = f"spool {folder} cannot be acknowledged: {error.strerror or error}"
                 return
+            self._acked[folder] = place
         self.problem = ""

@@ -41,4 +41,4 @@ class SpoolWatch:
             self._notified_share = share
             log.warning("run %s: the judge lags: %s", self._name, self.problem)
         # Thousands of spools must not cost a core.
-        self._due = time.monotonic() + max(LOOK_S, 50.0 * (time.monotonic() - begun))
+        self._due = time.monotonic() + max(LOOK_S, 200.0 * (time.monotonic() - begun))

@@ -141,17 +141,23 @@ class Attempt:
         if len(whole) >= self.state.world_size and len(whole) >= len(self.sessions):
             return []
         is_over = self.is_over()
-        waited = []
-        for rank in self.expected() - whole:
-            session = self.sessions.get(rank)
-            if rank in returning:
-                waited.append(rank)
-            elif session is None:
-                if not is_over:
-                    waited.append(rank)
-            elif not session.incarnation.has_left:
-                waited.append(rank)
-        return waited
+        return [rank for rank in self.expected() - whole if rank in returning or self._may_come(rank, is_over=is_over)]
+
+    def surely_waits(self, step: int, ranks: Iterable[int], returning: Collection[int] = ()) -> bool:
+        """Return whether any of these ranks is one of `waited_for`, where that is seen without a look at all others."""
+        opened = self.open[step]
+        if len(opened.of_rank) >= max(self.state.world_size, len(self.sessions)):
+            return False
+        return any(
+            rank in self.sessions
+            and not any(part.is_whole for part in opened.of_rank.get(rank, ()))
+            and (rank in returning or self._may_come(rank, is_over=False))
+            for rank in ranks
+        )
+
+    def _may_come(self, rank: int, *, is_over: bool) -> bool:
+        session = self.sessions.get(rank)
+        return not is_over if session is None else not session.incarnation.has_left
 
     def is_received_after(self, step: int, returning: Collection[int] = ()) -> bool:
         """Whether the next open step after this one waits for no rank."""

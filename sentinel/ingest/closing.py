@@ -76,10 +76,13 @@ class Closing:
         self, attempt: Attempt, step: int, now: float, behind: Collection[bytes], settled_step: int | None
     ) -> str:
         """Return why a step is closed now, as of `Decision.why`; empty: it still waits."""
-        waiting = attempt.waited_for(step, self._attempts.returning())
+        known, returning = self._received.incarnations, self._attempts.returning()
+        if attempt.surely_waits(step, (known[one].rank for one in behind if one in known), returning):
+            # As at each look while a step of thousands of ranks comes.
+            return ""
+        waiting = set(attempt.waited_for(step, returning))
         if not waiting:
             return "complete"
-        known = self._received.incarnations
         # Of one that is behind and of which nothing was handed out nobody knows here whose rank it is.
         if any(one not in known or known[one].rank in waiting for one in behind):
             return ""

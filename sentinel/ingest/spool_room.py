@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import os
 from pathlib import Path
 
 import msgspec
@@ -62,10 +65,19 @@ class SpoolRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 def fullest(run_dir: Path) -> SpoolRoom | None:
     """Return the spool of a run that is nearest to its cap; None: nothing waits, or no cap is known."""
-    folders = [path for path in (run_dir / "spool").glob("r*") if parse_incarnation_folder(path.name) is not None]
-    newest = sorted(folders, key=lambda path: -_mtime(path))[:MAX_SPOOLS]
-    found = [room for room in map(room_of, newest) if room is not None]
+    found = [room for room in map(room_of, _newest(run_dir / "spool")) if room is not None]
     return max(found, key=lambda room: room.share, default=None)
+
+
+def _newest(spool_dir: Path) -> list[Path]:
+    """Return the folders of the spools to which a file was added last."""
+    found = list[tuple[float, str]]()
+    with contextlib.suppress(OSError), os.scandir(spool_dir) as entries:
+        for entry in entries:
+            if parse_incarnation_folder(entry.name) is not None:
+                with contextlib.suppress(OSError):
+                    found.append((entry.stat().st_mtime, entry.name))
+    return [spool_dir / name for _, name in heapq.nlargest(MAX_SPOOLS, found)]
 
 
 def room_of(folder: Path) -> SpoolRoom | None:

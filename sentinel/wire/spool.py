@@ -66,11 +66,11 @@ def read_ack(folder: Path) -> tuple[int, int]:
 
 def write_ack(folder: Path, file_index: int, offset: int) -> None:
     """Tell the writer that all before (file_index, offset) is committed. Daemon only; OSError when it cannot."""
-    path = Path(folder) / "ack"
-    fresh = path.with_name("ack.new")
-    with os.fdopen(create_file(fresh, os.O_WRONLY | os.O_TRUNC), "w") as file:
-        file.write(f"{file_index} {offset}\n")
-    fresh.replace(path)
+    # Of a large job thousands are written, one after the other.
+    fresh = f"{folder}/ack.new"
+    with open(create_file(fresh, os.O_WRONLY | os.O_TRUNC), "wb", buffering=0) as file:  # noqa: PTH123
+        file.write(b"%d %d\n" % (file_index, offset))
+    os.replace(fresh, f"{folder}/ack")  # noqa: PTH105
 
 
 class ClosedFiles(Protocol):
