@@ -64,7 +64,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of what was lost or came too late since the last decision: `late_rows`, `late_frames`, `unplaced_rows`,
     `lost_health`."""
     is_catching_up: bool = False
-    """Of a step that lost rows: frames of the next step had come before it was closed."""
+    """Of a step that lost rows: frames of the next step had come before it was closed, or rows were cut at a spool's cap, as
+    they are while nobody reads it."""
     is_by_machine: bool | msgspec.UnsetType = msgspec.UNSET
     """The rows of each machine were merged first, and then those sums (`ingest.node_merge`); not there: all were merged rank
     by rank, as those of one machine, or of an older version, are."""

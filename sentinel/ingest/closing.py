@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from sentinel.decision import Decision, DescribedRank
+from sentinel.decision import Decision, DescribedRank, RankPart
 from sentinel.ingest.attempts import Attempt, Attempts
 from sentinel.ingest.node_share import machine_of
 from sentinel.ingest.received import Received
@@ -106,9 +106,16 @@ def decide(due: DueStep, attempts: Attempts, *, seq: int, run: str, pack_hash: s
         missing=_missing(attempts, attempt, chosen), described=_described(attempts, attempt, chosen),
         time=max([part.last_wall_ns for part in chosen.values()], default=0) / 1e9, pack_hash=pack_hash,
         blindness=blindness,
-        is_catching_up=any(one.num_lost for one in ranks) and attempt.is_received_after(due.step, attempts.returning()),
+        is_catching_up=_is_catching_up(attempts, attempt, due.step, ranks),
         is_by_machine=True if len(machines) > 1 else msgspec.UNSET,
     )  # fmt: skip
+
+
+def _is_catching_up(attempts: Attempts, attempt: Attempt, step: int, ranks: Sequence[RankPart]) -> bool:
+    losing = [one for one in ranks if one.num_lost]
+    # What was cut at a cap was written while nobody read, in however small pieces it is read now.
+    is_cut = any("cap" in one.lost_to.split(",") for one in losing)
+    return is_cut or (bool(losing) and attempt.is_received_after(step, attempts.returning()))
 
 
 def _missing(attempts: Attempts, attempt: Attempt, chosen: Mapping[int, RankPartOfStep]) -> dict[int, str]:

@@ -14,10 +14,16 @@ from sentinel.rules.watches.lost_rows_wording import how_lost, lost, over
 from sentinel.rules.watches.watch import Watch
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from sentinel.decision import Tick
     from sentinel.rules.watches.episodes import EndedEpisode
     from sentinel.rules.watches.layout_plan import LayoutPlan
     from sentinel.step_view import StepView
 
+LONGEST_S = 3600.0
+"""Where losses go on for so long, by the clocks of the ranks, their end is not waited for to tell of them. Too small: what
+was lost while a daemon was away is told in parts; too large: of one that never keeps up it is told late."""
 _ONE = np.zeros(1, dtype=np.int64)
 """The only episode that can be open: what is lost at one time, on however many ranks, is reported once."""
 
@@ -37,6 +43,10 @@ class Lost(msgspec.Struct):
     ranks: list[int] = []
     lost_to: list[str] = []
     """Why: `EndStep.lost_to`, or `frames` where frames were damaged or missing."""
+    untold: Anomaly | None = None
+    """What is said of it if nothing comes any more; None: it was said, or is not worth it."""
+    untold_since: float = 0.0
+    """Time of the first step for which it was said later; 0: there is none."""
 
     def add(self, first_step: int, last_step: int, rank: int, num_rows: int, lost_to: str) -> None:
         """Add rows of one rank."""
@@ -50,8 +60,9 @@ class Lost(msgspec.Struct):
 class LossWatch(Watch):
     """All ranks of each step. One episode at a time, reported once, with what was lost up to then; its end reports the sum.
 
-    While steps behind it are known already, as when a daemon reads what was written without it, telling waits for the last
-    of the steps that lost something: then the first word has the whole count.
+    While steps behind it are known already, or rows were cut for nobody read them, as when a daemon reads what was written
+    without it, telling waits for the last of the steps that lost something, or for the end of the run: then the first word
+    has the whole count.
     """
 
     keeps_reported = True
@@ -78,9 +89,20 @@ class LossWatch(Watch):
                 found += self.quiet(view)
                 if not len(self.episodes):
                     self._lost = Lost()
-        elif is_due and not (has_lost and is_ahead):
+        elif is_due and has_lost and is_ahead and view.time - (known.untold_since or view.time) < LONGEST_S:
+            known.untold, known.untold_since = self._anomaly(view), known.untold_since or view.time
+        elif is_due:
             found.append(self._open(view))
         return found
+
+    def judge_tick(self, tick: Tick, accused: Collection[int]) -> list[Anomaly]:
+        """Return the record of what was not told yet, where the run is over."""
+        anomaly = self._lost.untold
+        if tick.ended is None or anomaly is None:
+            return []
+        self._lost.untold = None
+        self.episodes.open(_ONE, self._lost.last_step, np.array([True]), [anomaly])
+        return [anomaly]
 
     def stop(self, view: StepView) -> list[Anomaly]:
         """Return the records of what was lost and not reported, and of its end: a new attempt began."""
@@ -119,6 +141,7 @@ class LossWatch(Watch):
 
     def _open(self, view: StepView) -> Anomaly:
         anomaly = self._anomaly(view)
+        self._lost.untold = None
         self.episodes.open(_ONE, view.step, np.array([True]), [anomaly])
         return anomaly
 

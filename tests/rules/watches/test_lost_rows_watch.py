@@ -14,6 +14,7 @@ from sentinel.ingest.merge import ClosedStep
 from sentinel.messages import EndStep, Health
 from sentinel.rules.engine import Engine
 from sentinel.rules.language.loader import load_pack
+from sentinel.run_end import RunEnd
 from sentinel.testing import SyntheticRun
 from sentinel.wire.frame import FrameType, encode_message
 
@@ -88,10 +89,10 @@ def test_a_daemon_that_comes_late_tells_all_that_was_lost_at_once(lossy: Lossy) 
 def test_a_live_loss_is_told_at_its_first_step_and_its_sum_at_its_end(lossy: Lossy) -> None:
     lossy.write(5)
     assert lossy.judge() == []
-    lossy.write(1, lossy=(0,))
+    lossy.write(1, lossy=(0,), lost_to="writer")
     (onset,) = lossy.judge()
     for _ in range(3):
-        lossy.write(1, lossy=(0,))
+        lossy.write(1, lossy=(0,), lost_to="writer")
         assert lossy.judge() == [], "told once"
     lossy.write(600)
     (end,) = lossy.judge()
@@ -114,7 +115,7 @@ def test_losses_with_pauses_between_are_one_episode(lossy: Lossy) -> None:
 
 
 def test_rows_that_may_have_held_a_nan_are_graver_and_told_again(lossy: Lossy) -> None:
-    lossy.write(1, lossy=(0,))
+    lossy.write(1, lossy=(0,), lost_to="writer")
     (mild,) = lossy.judge()
     lossy.write(1, lossy=(0,), is_finite=False, lost_to="disk")
     grave, end = lossy.judge()
@@ -172,7 +173,7 @@ def test_what_is_left_of_steps_that_lost_rows_is_not_judged_as_the_whole(tmp_pat
 
 def test_decisions_say_what_was_lost_so_that_a_replay_does(lossy: Lossy) -> None:
     lossy.write(2)
-    lossy.write(3, lossy=(0,))
+    lossy.write(3, lossy=(0,), lost_to="writer")
     lossy.judge()
 
     decisions: list[Decision] = lossy.followed.decisions
@@ -180,7 +181,49 @@ def test_decisions_say_what_was_lost_so_that_a_replay_does(lossy: Lossy) -> None
 
     assert [one.ranks[0].num_lost > 0 for one in again] == [False, False, True, True, True]
     assert [one.is_catching_up for one in again] == [False, False, True, True, False]
-    assert {one.ranks[0].lost_to for one in again[2:]} == {"cap"}
+    assert {one.ranks[0].lost_to for one in again[2:]} == {"writer"}
+
+
+def test_what_was_cut_at_a_cap_is_told_whole_in_however_small_pieces_it_is_read(lossy: Lossy, tmp_path: Path) -> None:
+    at_once = Lossy(tmp_path / "at once")
+    found = []
+    for one in (lossy, at_once):
+        for num_steps, ranks in ((3, ()), (4, (0,)), (3, ())):
+            for _ in range(num_steps):
+                one.write(1, lossy=ranks)
+                found += lossy.judge()
+
+    (onset,) = found
+    assert [onset] == at_once.judge()
+    assert [one.is_catching_up for one in lossy.followed.decisions] == [False] * 3 + [True] * 4 + [False] * 3
+    assert lossy.followed.decisions == at_once.followed.decisions
+
+
+def test_what_waits_to_be_told_is_told_at_the_end_of_the_run_and_not_again(lossy: Lossy) -> None:
+    lossy.write(3)
+    lossy.write(2, lossy=(0,))
+    assert lossy.judge() == []
+    restored = Engine(load_pack())
+    restored.restore(lossy.engine.snapshot())
+    moment = lossy.followed.assembler.tick((), 1.0)
+    over = lossy.followed.assembler.tick((), 2.0, ended=RunEnd(how="goodbye"))
+
+    for engine in (lossy.engine, restored):
+        assert [one.rule for one in engine.judge_tick(moment)] == []
+        (onset,) = (one for one in engine.judge_tick(over) if one.rule == "rows-lost")
+        assert onset.value == lossy.followed.assembler.losses.num_rows and "steps 3 to 4" in onset.message
+        assert "rows-lost" not in [one.rule for one in engine.judge_tick(over)]
+
+
+def test_where_losses_do_not_end_they_are_told_after_an_hour(lossy: Lossy) -> None:
+    found = []
+    for _ in range(62):
+        lossy.run.clock.advance(60.0)
+        lossy.write(1, lossy=(0,))
+        found += lossy.judge()
+
+    (onset,) = found
+    assert "steps 0 to 60" in onset.message
 
 
 @pytest.mark.slow
