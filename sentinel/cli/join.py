@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 
 from sentinel.cli.broker_options import broker_options, key_option
-from sentinel.cli.code import allow_code_option
-from sentinel.cli.listening import Listening, listening_options
-from sentinel.cli.log_lines import FORMATS, LEVELS, begin_log
+from sentinel.cli.daemon_options import daemon_options
+from sentinel.cli.listening import Listening
+from sentinel.cli.log_lines import begin_log
 from sentinel.errors import ConfigError, StoreError
 from sentinel.fleet.broker import STREAM_BYTES, BrokerConfig
 from sentinel.fleet.run_key import RunKey
@@ -33,12 +33,6 @@ from sentinel.fleet.run_key import RunKey
     metavar="N",
     help="Servers of a NATS cluster that each hold the streams: 3 outlive the loss of one.",
 )
-@click.option("--state-dir", metavar="DIR", help="Journal, tokens and address: a local disk. Default: DIRECTORY/.daemon.")
-@click.option("--rules", "packs", multiple=True, metavar="PATH", help="Rule pack: a file, a directory, or a built-in name.")
-@allow_code_option()
-@click.option("--config", metavar="FILE", help="Configuration: judging, notify and control sections.")
-@listening_options("127.0.0.1:9464")
-@click.option("--no-http", is_flag=True, help="Listen nowhere.")
 @click.option(
     "--takeover-s",
     default=10.0,
@@ -47,9 +41,7 @@ from sentinel.fleet.run_key import RunKey
     help="A standby takes over when the join that works was silent for so long; it stops itself after 60 % of that.",
 )
 @key_option
-@click.option("--drain-s", default=10.0, show_default=True, metavar="SECONDS", help="Longest time to end in after SIGTERM.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="console", show_default=True, help="Of the log.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="Of the log.")
+@daemon_options
 def join(
     directory: str,
     broker: BrokerConfig,
@@ -62,7 +54,10 @@ def join(
     no_http: bool,
     takeover_s: float,
     key: RunKey | None,
+    late_after: int | None,
+    late_after_s: float | None,
     drain_s: float,
+    dry_run_notifications: bool,
     log_format: str,
     log_level: str,
 ) -> int:
@@ -91,7 +86,7 @@ def join(
     make_directory(where)
     nats_client()
     broker.check()
-    read = functools.partial(read_config, config_file, None, None)
+    read = functools.partial(read_config, config_file, late_after, late_after_s)
     warn = logging.getLogger("sentinel.fleet").warning
     name = f"{socket.gethostname()}/{os.getpid()}"
     turns = SharedTurns()
@@ -104,7 +99,8 @@ def join(
     intake = JoinIntake(copies, broker, lease, stream_bytes=stream_mib << 20, replicas=replicas, key=key)
     options = ServeOptions(
         directory=where, state_dir=Path(state_dir) if state_dir else None, packs=packs, config=read(),
-        config_file=config_file, read_config=read if config_file else None, http=None if no_http else listening.config(),
+        config_file=config_file, read_config=read if config_file else None, is_dry_run=dry_run_notifications,
+        http=None if no_http else listening.config(),
         drain_s=drain_s, arrivals=copies.arrivals, rows_from=copies.rows_of, standby_of=lambda: intake.standby_of,
         join_health=intake.health, epoch=lambda: intake.epoch, turns=turns, on_fenced=lease.take_fence,
     )  # fmt: skip

@@ -9,6 +9,8 @@ import pytest
 
 from sentinel.cli.join import join
 from sentinel.cli.main import run_cli
+from sentinel.cli.serve import serve
+from sentinel.daemon.daemon import ServeOptions
 from sentinel.errors import ConfigError
 from sentinel.fleet.broker import BrokerConfig
 from sentinel.fleet.copied_runs import CopiedRuns
@@ -28,6 +30,23 @@ def test_a_run_is_no_directory_of_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert run_cli(["join", str(run.directory), "--server", NOWHERE]) != 0
     assert "expected a directory of runs, got a run" in capsys.readouterr().err
     assert sorted(path.name for path in run.directory.rglob("*")) == before
+
+
+def test_a_join_takes_what_serve_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[ServeOptions]()
+
+    def begin(options: ServeOptions, *_: object) -> None:
+        begun.append(options)
+        raise ConfigError("begun")
+
+    monkeypatch.setattr("sentinel.daemon.daemon.Daemon", begin)
+    assert {one.name for one in serve.params} - {one.name for one in join.params} == {"owned"}
+
+    options = ["--dry-run-notifications", "--late-after", "7", "--late-after-s", "9", "--no-http"]
+    assert run_cli(["join", str(tmp_path), "--server", NOWHERE, *options]) != 0
+    (one,) = begun
+    assert one.is_dry_run and one.http is None
+    assert (one.config.judging.late_after_steps, one.config.judging.late_after_s) == (7, 9.0)
 
 
 def test_what_is_wrong_with_certificates_is_said_in_the_names_of_options(
