@@ -112,6 +112,25 @@ def test_passes_are_drawn_in_the_order_of_the_schedule_and_said_in_a_table(looke
     page.get_by_text("The way it took").wait_for()
 
 
+TYPED_AT_ONCE = """() => new Promise((resolve) => {
+  const field = document.querySelector('form.inline input');
+  const type = () => {
+    Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(field, '30');
+    field.dispatchEvent(new Event('input', { bubbles: true }));
+    requestAnimationFrame(() => setTimeout(() => resolve(field.value), 200));
+  };
+  addEventListener('hashchange', () => queueMicrotask(() => queueMicrotask(type)), { once: true });
+  document.querySelector('button[aria-label="Step behind"]').click();
+})"""
+
+
+def test_what_is_typed_as_soon_as_another_step_is_shown_stays(looked: Looked) -> None:
+    page = looked.go(f"/#/runs/{RUN}/pipeline?step=5", "nothing was found in it")
+
+    assert page.evaluate(TYPED_AT_ONCE) == "30"
+    page.wait_for_url(re.compile("step=6"))
+
+
 def test_a_step_that_is_gone_says_so_and_what_is_drawn_in_its_place(looked: Looked) -> None:
     page = looked.go(f"/#/runs/{RUN}/pipeline?step=99999", "Step 99999 is no longer in the spool")
 

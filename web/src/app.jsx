@@ -2,9 +2,10 @@ import "uplot/dist/uPlot.min.css";
 
 import "./app.css";
 import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect } from "preact/hooks";
 
 import { CompareView } from "./compare.jsx";
+import { useEdited } from "./edited.js";
 import { ExpertsView } from "./experts.jsx";
 import { IncidentView } from "./incident.jsx";
 import { LayersView } from "./layers.jsx";
@@ -20,8 +21,7 @@ import { TensorsView } from "./tensors.jsx";
 import { seen } from "./words.js";
 
 function SearchBox({ query }) {
-  const [text, setText] = useState(query);
-  useEffect(() => setText(query), [query]);
+  const [text, setText] = useEdited(query);
   const submit = (event) => {
     event.preventDefault();
     if (text.trim()) go(link(["search"], { q: text.trim() }));

@@ -2,6 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { colours } from "./colours.js";
+import { useEdited } from "./edited.js";
 import { go, incidentLink, pipelineLink } from "./route.js";
 import { address, useAnswer } from "./server.js";
 import { RunTabs } from "./tabs.jsx";
@@ -256,8 +257,7 @@ function Waits({ waits }) {
 }
 
 function StepForm({ step, onStep }) {
-  const [text, setText] = useState(String(step ?? ""));
-  useEffect(() => setText(String(step ?? "")), [step]);
+  const [text, setText] = useEdited(String(step ?? ""));
   const submit = (event) => {
     event.preventDefault();
     if (/^\d+$/.test(text)) onStep(Number(text));
