@@ -7,13 +7,17 @@ installed package is the user's code.
 
 from __future__ import annotations
 
+import gc
+import itertools
+import operator
 import re
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -102,15 +106,11 @@ class CallSites:
 
     def of_thread(self, thread_id: int) -> CallSite | None:
         """Return the innermost of the user's frames of a thread; None: it is gone, or runs none of the user's code."""
-        frame = sys._current_frames().get(thread_id)
-        for _ in range(MAX_DEPTH):
-            if frame is None:
-                break
+        for frame in _frames_of(thread_id):
             code = frame.f_code
             kind = self._kinds.get(code)
             if (self._classify(code) if kind is None else kind) == _OUTSIDE:
                 return self._site(code, frame.f_lineno)
-            frame = frame.f_back
         return None
 
     def _classify(self, code: CodeType, passed: list[FrameType] | None = None) -> int:
@@ -135,6 +135,28 @@ class CallSites:
             file = "/".join(code.co_filename.replace("\\", "/").split("/")[-2:])
             site = self._sites[code, line] = CallSite(file, line, getattr(code, "co_qualname", code.co_name))
         return site
+
+
+def _frames_of(thread_id: int) -> list[FrameType]:
+    """Return the frames of a thread that goes on meanwhile, innermost first; none: it is gone.
+
+    Python before 3.12 may collect garbage wherever it makes an object, and what dies may let other threads run. Where that
+    happens while it makes the frames of another thread, that thread may leave the very frame that is made; and before 3.11.9
+    a lock of the interpreter is held, for which who begins a thread waits with the GIL, so that all wait for ever (cpython
+    gh-106883). So no garbage is collected here. All of it is one call into C, and up to `gc.enable` no other thread runs:
+    one that wants no garbage collected for reasons of its own would have it collected again.
+    """
+    found = deque[Any]()
+    innermost = map(operator.methodcaller("get", thread_id), map(operator.call, (sys._current_frames,)))
+    frames = itertools.accumulate(itertools.chain(innermost, itertools.repeat("f_back", MAX_DEPTH)), getattr)
+    try:
+        found.extend(itertools.chain(map(operator.call, (gc.isenabled, gc.disable)), frames))
+    except AttributeError:
+        pass  # behind the outermost frame: None has none
+    finally:
+        if found and found[0]:
+            gc.enable()
+    return [one for one in itertools.islice(found, 2, None) if one is not None]
 
 
 def _is_between(code: CodeType, passed: Iterable[FrameType]) -> bool:
