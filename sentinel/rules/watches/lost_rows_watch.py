@@ -96,9 +96,9 @@ class LossWatch(Watch):
         return found
 
     def judge_tick(self, tick: Tick, accused: Collection[int]) -> list[Anomaly]:
-        """Return the record of what was not told yet, where the run is over."""
+        """Return the record of what was not told yet, where the run is over: its newest attempt, as far as it was judged."""
         anomaly = self._lost.untold
-        if tick.ended is None or anomaly is None:
+        if tick.ended is None or anomaly is None or tick.attempt < anomaly.attempt:
             return []
         self._lost.untold = None
         self.episodes.open(_ONE, self._lost.last_step, np.array([True]), [anomaly])

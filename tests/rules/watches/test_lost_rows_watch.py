@@ -207,9 +207,11 @@ def test_what_waits_to_be_told_is_told_at_the_end_of_the_run_and_not_again(lossy
     restored.restore(lossy.engine.snapshot())
     moment = lossy.followed.assembler.tick((), 1.0)
     over = lossy.followed.assembler.tick((), 2.0, ended=RunEnd(how="goodbye"))
+    former = msgspec.structs.replace(over, attempt=-1)
 
     for engine in (lossy.engine, restored):
         assert [one.rule for one in engine.judge_tick(moment)] == []
+        assert "rows-lost" not in [one.rule for one in engine.judge_tick(former)]
         (onset,) = (one for one in engine.judge_tick(over) if one.rule == "rows-lost")
         assert onset.value == lossy.followed.assembler.losses.num_rows and "steps 3 to 4" in onset.message
         assert "rows-lost" not in [one.rule for one in engine.judge_tick(over)]
