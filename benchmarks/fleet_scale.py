@@ -1,7 +1,7 @@
 """What a step of a large fleet costs its join, by the number of nodes, and what it costs each node; and where that ends.
 
     python benchmarks/fleet_scale.py [--nodes 4 16 64] [--steps 20] [--layers 8] [--step-s 10] [--said /tmp] [--collector]
-        [--paced-as 2048] [--nan]
+        [--paced-as 2048] [--nan] [--rounds 1]
 
 Simulated: the ranks (`sentinel.testing.SyntheticRun`, 8 of them a node, tensor parallel on each, over pipeline stages and
 replicas), the clock, and the broker, whose messages are kept in a file. Real: what a node reads, merges and packs; what the
@@ -40,7 +40,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -354,20 +354,29 @@ def _in_its_own_process(*arguments: str) -> dict[str, Any]:
 
 
 def measured(
-    num_nodes: int, steps: int, layers: int, step_s: float, num_paced: int, has_nan: bool, where: Path,
+    num_nodes: int, steps: int, layers: int, step_s: float, num_paced: int, has_nan: bool, where: Path, rounds: int,
     options: Sequence[str],
-) -> tuple[float, dict[str, Any]]:  # fmt: skip
-    """Print a line about so many nodes; return (seconds of a step's judging and intake at the join, all figures).
+) -> float:  # fmt: skip
+    """Print a line about so many nodes for each of the rounds of their join; return the mean seconds of a step there.
 
     num_paced: as of `Fleet`. has_nan: as of `written`. options: of the join's process.
     """
-    with tempfile.TemporaryDirectory(dir=where) as name, tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
+    with tempfile.TemporaryDirectory(dir=where) as name:
         said, nodes = list[str](), Counter[str]()
         for first in range(0, num_nodes, GROUP_NODES):
             said.append(f"{name}/said{first}")
             numbers = (num_nodes, first, steps, layers, round(step_s), num_paced, int(has_nan))
             nodes.update(_in_its_own_process("--fleet", said[-1], *map(str, numbers)))
-        found = _in_its_own_process("--join", f"{joined}/joined", *said, *options)
+        costs = list[float]()
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as joined:
+                found = _in_its_own_process("--join", f"{joined}/joined", *said, *options)
+            costs.append(_shown(num_nodes, steps, nodes, found))
+    return sum(costs) / rounds
+
+
+def _shown(num_nodes: int, steps: int, nodes: Mapping[str, float], found: Mapping[str, Any]) -> float:
+    """Print a line; return the seconds of a step's judging and intake at the join. nodes, found: of `fleet` and `join`."""
     ranks = num_nodes * RANKS_PER_NODE
     rows = nodes["rows"]
     steady = found["num_judged"]
@@ -383,7 +392,7 @@ def measured(
     )
     if found["verdicts"]:
         print("       steps in turn, ms: " + ", ".join(f"{1e3 * one:.0f}" for one in found["verdicts"]), flush=True)
-    return cost_s, found
+    return cost_s
 
 
 def main() -> None:
@@ -397,6 +406,7 @@ def main() -> None:
     parser.add_argument("--collector", action="store_true", help="leave cyclic garbage to the interpreter, as before")
     parser.add_argument("--join", nargs="+", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--paced-as", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1, help="times that the join takes in and judges the same messages")
     parser.add_argument("--nan", action="store_true", help="a NaN is born, and in the step behind it all is NaN")
     parser.add_argument("--fleet", nargs=8, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -413,7 +423,7 @@ def main() -> None:
     )
     options = ["--collector"] if given.collector else []
     shape = (given.steps, given.layers, given.step_s, given.paced_as, given.nan)
-    costs = [measured(nodes, *shape, given.said, options)[0] for nodes in given.nodes]
+    costs = [measured(nodes, *shape, given.said, given.rounds, options) for nodes in given.nodes]
     if len(costs) < 2:
         return
     each, fixed = np.polyfit(given.nodes, costs, 1)

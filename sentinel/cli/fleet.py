@@ -181,8 +181,8 @@ def _absent_lines(run: str, one: NodeStatus) -> list[str]:
     """Return what is said of the nodes of a run that do not speak. one: any node that does."""
     lines = [
         f"{run}  node {printable(node)}  silent: nothing was heard of it for {silent_s:.0f} s, and it is waited for no more;"
-        " see whether its machine and its `sentinel node` or `sentinel ship` live; it is said for an"
-        " hour of one that was given back"
+        " see whether its machine and its `sentinel node` or `sentinel ship` live, or wait: a"
+        " machine that was given back is listed for an hour"
         for node, silent_s in one.silent.items()
     ]
     if one.num_silent > len(one.silent):

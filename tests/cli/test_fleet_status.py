@@ -32,7 +32,7 @@ def test_a_node_of_which_nothing_is_heard_is_named_once_and_is_not_well(capsys: 
     nodes, absent = (lines := capsys.readouterr().out.splitlines())[:2], lines[2:]
     assert [line.split("  ")[:2] for line in nodes] == [["llama", "node n1"], ["llama", "node n2"]]
     see = "and it is waited for no more; see whether its machine and its `sentinel node` or `sentinel ship` live"
-    see += "; it is said for an hour of one that was given back"
+    see += ", or wait: a machine that was given back is listed for an hour"
     assert absent == [
         f"llama  node n3  silent: nothing was heard of it for 41 s, {see}",
         f"llama  node n\\n4  silent: nothing was heard of it for 310 s, {see}",
