@@ -125,3 +125,22 @@ def test_who_begins_the_next_attempt_in_another_world_is_no_part_of_this_one(run
     followed.listen()
 
     assert [(one.step, one.described) for one in followed.decisions] == [(0, ()), (1, ())]
+
+
+def test_of_a_rank_by_itself_it_is_seen_whether_a_step_waits_for_it(run_dir: Path) -> None:
+    run = SyntheticRun(run_dir, dp=6, ranks=range(5))
+    run.write(1)
+    run.end(rank=2)
+    run.write(1, ranks=[0, 3])
+    run.write_rank(1, 1, end=False)
+    followed = FollowedRun(run_dir)
+    followed.assembler.take(followed.follower.poll(), 0.0)
+    attempt = followed.assembler.attempts.by_number[0]
+    followed.follower.incarnations[run.incarnation(2)].has_left = True
+
+    waited = attempt.waited_for(1)
+    assert waited == [1, 4, 5]
+    # Of 5 nothing ever came, of 2 nothing comes, 0 and 3 are there.
+    assert [rank for rank in range(6) if attempt.surely_waits(1, [rank])] == [1, 4]
+    assert attempt.surely_waits(1, [2], returning={2}) and 2 in attempt.waited_for(1, {2})
+    assert attempt.surely_waits(1, range(6)) and not attempt.surely_waits(1, [])
